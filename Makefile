@@ -1,0 +1,44 @@
+# Every target sets up first and needs nothing else: a fresh clone and Python 3.11 or later.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# A wheel folder or mirror that pip is configured with is used as it is.
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench clean
+
+help:  ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: .venv/.ready  ## make .venv and install everything into it
+
+.venv/.ready: pyproject.toml constraints.txt
+	@echo "setting up .venv (a minute or so, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@
+
+demo: setup  ## train a model with DiLoCo on this machine and compare it with two baselines
+	@$(BIN)/atoll demo
+
+test: setup  ## run the tests
+	@$(BIN)/python -m pytest -n 2
+
+check: setup  ## formatting, lint, types, the import rule
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_imports.py
+
+format: setup  ## format and mend what can be mended
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: setup  ## measure speed and memory against plain torch
+	@$(BIN)/python benchmarks/inner_loop.py
+	@$(BIN)/python benchmarks/sync.py
+	@$(BIN)/python benchmarks/memory.py
+
+clean:  ## remove what the other targets made
+	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache
