@@ -1,0 +1,111 @@
+"""The words shared by algorithms, compressors and transports.
+
+An averaging is a generator. It *yields* what it wants averaged (`Mean`) or handed round (`Gather`), is sent the
+answer, and *returns* the averaged tensor with its next state. It never sees a network: a test drives it with a list, the
+local transport with the other replicas of the process, the network transport with sockets.
+
+    def identity(tensor, state):
+        mean = yield Mean(tensor)
+        return mean, state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Ask for the weighted mean of `tensor` over the contributing replicas.
+
+    `tensor` travels in its own dtype; the owner of each slice sums in fp32 in replica order, divides by the sum of the
+    weights and rounds once, so that every replica receives the same bytes. The answer has the shape and dtype of `tensor`.
+    """
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Ask for every replica's `payload` (1-D uint8). The answer is a `Gathered`."""
+
+    payload: Tensor
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Payloads of all replicas in replica order, and the weight of each (0: does not count)."""
+
+    payloads: list[Tensor]
+    weights: Sequence[float]
+
+
+Request = Mean | Gather
+Exchange = Generator[Request, Any, tuple[Tensor, State]]
+
+
+@dataclass
+class Traffic:
+    """What one launch put on the wire, and how the contributions lay to each other.
+
+    payload_bytes: bytes this replica sent to others for parameters (control messages excluded).
+    gram: (M, M) fp64, inner products of the contributions of the M replicas, or None where the codes do not allow it.
+    """
+
+    payload_bytes: int = 0
+    gram: Tensor | None = field(default=None)
+
+
+def slice_bounds(numel: int, num_replicas: int) -> list[int]:
+    """Bounds of the slice each replica owns when `numel` elements are averaged: replica i owns [b[i], b[i+1]).
+
+    >>> slice_bounds(10, 4)
+    [0, 2, 5, 7, 10]
+    """
+    return [numel * i // num_replicas for i in range(num_replicas + 1)]
+
+
+def mean_sent_bytes(numel: int, itemsize: int, *, num_replicas: int, replica: int) -> int:
+    """Exact bytes that `replica` sends for one `Mean` of `numel` elements.
+
+    Each replica sends every slice it does not own to its owner, then its own averaged slice to all others: over the
+    replicas that is 2(M-1)/M payloads each, as a ring.
+
+    >>> [mean_sent_bytes(10, 4, num_replicas=4, replica=r) for r in range(4)]
+    [56, 64, 56, 64]
+    """
+    bounds = slice_bounds(numel, num_replicas)
+    own = bounds[replica + 1] - bounds[replica]
+    return itemsize * ((numel - own) + own * (num_replicas - 1))
+
+
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float], *, out: Tensor | None = None) -> Tensor:
+    """Σ wᵢ xᵢ / Σ wᵢ over the replicas with wᵢ > 0, summed in fp32 in replica order, as fp32.
+
+    A replica of weight 0 is left out, not multiplied by 0: its NaN cannot reach the result. The divisor is those who
+    contributed. Weights are divided by the largest first, so that equal weights give the plain sum over the plain count.
+
+    >>> weighted_mean([torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([float("nan")])], [1, 2, 0])
+    tensor([3.])
+    """
+    top = max(weights)
+    if not top > 0:
+        raise AssertionError("a mean needs at least one contributor of positive weight")
+    shares = [(tensor, weight / top) for tensor, weight in zip(tensors, weights, strict=True) if weight > 0]
+    total = sum(share for _, share in shares)
+    if out is None:
+        out = torch.empty(tensors[0].shape, dtype=torch.float32, device=tensors[0].device)
+    first, share = shares[0]
+    out.copy_(first)
+    if share != 1:
+        out.mul_(share)
+    for tensor, share in shares[1:]:
+        out.add_(tensor.to(torch.float32), alpha=share)
+    return out if total == 1 else out.div_(total)
