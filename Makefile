@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # A wheel folder or mirror that pip is configured with is used as it is.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Import once what every process will import, so that its bytecode is there (pip left that out: most of it is never used).
+WARM_UP := import atoll.train.engine, atoll.train.report, torch._dynamo; \
+  from transformers import LlamaForCausalLM, GPT2LMHeadModel, OPTForCausalLM, Qwen2ForCausalLM
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format bench clean
@@ -17,6 +20,7 @@ setup: .venv/.ready  ## make .venv and install everything into it
 	@echo "setting up .venv (a minute or so, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) -e ".[dev]"
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "$(WARM_UP)"
 	@touch $@
 
 demo: setup  ## train a model with DiLoCo on this machine and compare it with two baselines

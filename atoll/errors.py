@@ -9,6 +9,11 @@ Traceback (most recent call last):
 atoll.errors.ConfigError: inner_steps=0 is not positive; a round needs at least one inner step. Use 1 or more.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class AtollError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
@@ -44,3 +49,13 @@ class StorageError(AtollError):
     """The disk refused a write (full, read-only, no permission); nothing already saved was touched."""
 
     exit_code = 2
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A hint for a message: the known key most like `key`, or an empty string.
+
+    >>> nearest("iner_steps", ["inner_steps", "seed"])
+    " Did you mean 'inner_steps'?"
+    """
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,8 +1,8 @@
 """The words shared by algorithms, compressors and transports.
 
 An averaging is a generator. It *yields* what it wants averaged (`Mean`) or handed round (`Gather`), is sent the
-answer, and *returns* the averaged tensor with its next state. It never sees a network: a test drives it with a list, the
-local transport with the other replicas of the process, the network transport with sockets.
+answer, and *returns* the averaged tensor with its next state. It never sees a network: a test drives it with a list,
+the local transport with the other replicas of the process, the network transport with sockets.
 
     def identity(tensor, state):
         mean = yield Mean(tensor)
@@ -26,7 +26,7 @@ class Mean:
     """Ask for the weighted mean of `tensor` over the contributing replicas.
 
     `tensor` travels in its own dtype; the owner of each slice sums in fp32 in replica order, divides by the sum of the
-    weights and rounds once, so that every replica receives the same bytes. The answer has the shape and dtype of `tensor`.
+    weights and rounds once, so that every replica receives the same bytes. The answer has its shape and dtype.
     """
 
     tensor: Tensor
@@ -90,7 +90,7 @@ def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float], *, out: T
     """Σ wᵢ xᵢ / Σ wᵢ over the replicas with wᵢ > 0, summed in fp32 in replica order, as fp32.
 
     A replica of weight 0 is left out, not multiplied by 0: its NaN cannot reach the result. The divisor is those who
-    contributed. Weights are divided by the largest first, so that equal weights give the plain sum over the plain count.
+    contributed. Weights are divided by the largest first: equal weights give the plain sum over the plain count.
 
     >>> weighted_mean([torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([float("nan")])], [1, 2, 0])
     tensor([3.])

@@ -1,12 +1,12 @@
 """Adopt rules: what a replica's parameters become when a round lands.
 
-A rule is a pure, elementwise function of a `Landing`. Law: one replica with a unit outer step and full `carry` trains as
-if no outer loop were there, for any schedule and delay.
+A rule is a pure, elementwise function of a `Landing`. Law: one replica with a unit outer step and full `carry` trains
+as if no outer loop were there, for any schedule and delay.
 
     replace            θ                             DiLoCo; under delay "reset"
     lerp(alpha)        α·parameters + (1−α)·θ        Streaming DiLoCo (arXiv 2501.18512): α=0 is purely the anchor
     carry(share)       θ + share·(progress that θ does not hold yet)
-    eager              θ moved by this replica's own fresh progress in place of its old (arXiv 2502.12996)
+    eager              θ moved by this replica's own share of the mean that is still to come (arXiv 2502.12996)
 
 "Progress" is parameters minus where they started: the negative of a pseudo-gradient.
 """
@@ -24,15 +24,14 @@ class Landing:
     """What a replica knows when a round lands. All tensors fp32 and of one shape.
 
     anchor: θ after the outer step. params: the replica's parameters now. unsent: progress that no launch has taken.
-    flying: progress launched and not landed yet, this round's excepted. landed: own progress in the round that landed.
-    num_contributors: replicas in the mean that landed. gain: how far θ moves for a unit of mean progress.
+    flying: progress launched and not landed yet. num_contributors: replicas in the mean that landed. gain: how far θ
+    moves for a unit of mean progress.
     """
 
     anchor: Tensor
     params: Tensor
     unsent: Tensor
     flying: Tensor
-    landed: Tensor
     num_contributors: int
     gain: float
 
@@ -41,7 +40,7 @@ class Landing:
 class AdoptRule:
     """`adopt(landing)` gives the new parameters.
 
-    keeps_unsent: progress no launch has taken is owed to the next launch; otherwise that launch measures from the anchor.
+    keeps_unsent: progress no launch has taken is owed to the next; otherwise the next measures from the anchor.
     needs_progress: the rule reads more than the anchor.
     """
 
@@ -74,11 +73,15 @@ def carry(share: float) -> AdoptRule:
 
 
 def eager() -> AdoptRule:
-    """θ = Outer(θ, Δ̄ₜ₋₁ + (Δᵢ,ₜ − Δᵢ,ₜ₋₁)/M): the replica's own fresh progress stands in for its old."""
+    """A replica steps ahead of the mean by its own part of it, gain/M of its progress.
+
+    The paper lets every replica step a θᵢ of its own: θᵢ ← Outer(θᵢ, Δ̄ₜ₋₁ + (Δᵢ,ₜ − Δᵢ,ₜ₋₁)/M). What that adds to
+    the mean telescopes: after t rounds only Δᵢ,ₜ/M is left, on top of the shared θ. With SGD this is the same; with
+    momentum the paper's θᵢ also keeps the momentum of its own older parts, which here is θ's alone.
+    """
 
     def adopt(landing: Landing) -> Tensor:
-        fresh = landing.unsent + landing.flying
-        return landing.anchor + (landing.gain / landing.num_contributors) * (fresh - landing.landed)
+        return landing.anchor + (landing.gain / landing.num_contributors) * (landing.unsent + landing.flying)
 
     return AdoptRule(adopt, keeps_unsent=True, needs_progress=True)
 

@@ -1,7 +1,7 @@
 """Cutting a model into fragments that sync together, and a fragment into buckets that travel together.
 
-A fragment's tensors lie one after the other in one flat fp32 buffer. A bucket is a range of that buffer with the pieces of
-tensors it covers. Law: every element lies in exactly one bucket, for any sizes and any capacity.
+A fragment's tensors lie one after the other in one flat fp32 buffer. A bucket is a range of that buffer with the pieces
+of tensors it covers. Law: every element lies in exactly one bucket, for any sizes and any capacity.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who counts in a round, and for how much.
 
-Before anything is averaged every replica shows a `Ballot`. From the same ballots every replica draws the same conclusion, so
-that nothing has to be agreed twice: a contribution that is not finite is refused, an absent one is not counted, and the
-divisor is always those who contributed.
+Before anything is averaged every replica shows a `Ballot`. From the same ballots every replica draws the same
+conclusion, so that nothing has to be agreed twice: a contribution that is not finite is refused, an absent one is not
+counted, and the divisor is always those who contributed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Ballot:
     """What one replica says of its contribution to a round.
 
     round: the outer step it belongs to, from 1. digest: of the anchor it starts from (16 bytes). weight: how much it
-    counts for. finite: the contribution holds no NaN or infinity. present: False for a replica that sits this round out.
+    counts for. finite: the contribution holds no NaN or infinity. present: False for a replica that sits the round out.
 
     >>> Ballot.unpack(Ballot(3, b"0" * 16, 2.5, True, False).pack()).weight
     2.5
@@ -46,7 +46,7 @@ class Ballot:
 
 
 def weigh(packed: Sequence[bytes]) -> list[float]:
-    """The weight of each replica; 0 for absent and refused ones. Raises `DesyncError` if replicas start from other anchors."""
+    """The weight of each replica, 0 for absent and refused ones. `DesyncError` if they start from other anchors."""
     ballots = [Ballot.unpack(ballot) for ballot in packed]
     _check_same_start(ballots)
     return [ballot.weight if ballot.present and ballot.finite else 0.0 for ballot in ballots]
@@ -70,7 +70,7 @@ def _check_same_start(ballots: Sequence[Ballot]) -> None:
         if len(set(values)) > 1:
             shown = ", ".join(f"{i}: {v.hex()[:8] if isinstance(v, bytes) else v}" for i, v in enumerate(values))
             raise DesyncError(
-                f"replicas start from different anchors ({name} by replica: {shown}); a mean over them would be wrong.\n"
+                f"replicas start from different anchors ({name} by replica: {shown}); their mean would be wrong.\n"
                 "All replicas must begin with the same weights and the same settings; resume all from one checkpoint."
             )
 
@@ -87,8 +87,8 @@ WEIGHTS: dict[str, Callable[[int, int], float]] = {
 class Geometry:
     """How the contributions of a round lie to each other, from their Gram matrix (M × M, fp64).
 
-    norms: of each contribution. cosines: pairwise, None where a replica did not count. cosine_mean: over the pairs that did.
-    delta_norm: of the weighted mean.
+    norms: of each contribution. cosines: pairwise, None where a replica did not count. cosine_mean: over the pairs that
+    did. delta_norm: of the weighted mean.
     """
 
     norms: list[float]

@@ -1,7 +1,7 @@
 """Outer optimizers: how the anchor follows the mean pseudo-gradient (DiLoCo, arXiv 2311.08105, Algorithm 1).
 
-Each is a frozen description with `init` and `step_`. State is fp32 and lives outside, so that it can be kept per fragment,
-saved, and sliced: all rules are elementwise, and a step over slices equals a step over the whole.
+Each is a frozen description with `init` and `step_`. State is fp32 and lives outside, so that it can be kept per
+fragment, saved, and sliced: all rules are elementwise, and a step over slices equals a step over the whole.
 
 Two replicas that each move by −1 a round from 0, with the defaults of the paper (η 0.7, μ 0.9):
 

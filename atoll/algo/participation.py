@@ -1,4 +1,7 @@
-"""Who trains in a round and whose contribution is lost: the experiments of DiLoCo (arXiv 2311.08105) on replica counts and drops."""
+"""Who trains in a round and whose contribution is lost.
+
+The experiments of DiLoCo (arXiv 2311.08105) on replica counts and dropped outer gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inner learning rate: a function of the global inner step alone, so that a late joiner has the rate of everyone else."""
+"""The inner learning rate: a function of the global inner step alone, so that a late joiner has everyone's rate."""
 
 from __future__ import annotations
 

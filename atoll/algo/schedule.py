@@ -1,11 +1,11 @@
 """Sync schedules as data: a pure function from the inner step to what is launched and what lands.
 
-Steps count from 1 and are the same on every replica. `Launch(p)` takes the progress of fragment p and starts averaging it,
-`Apply(p)` lets the oldest averaging of fragment p land. At one step launches come before landings: progress is taken before
-the anchor moves.
+Steps count from 1 and are the same on every replica. `Launch(p)` takes the progress of fragment p and starts averaging
+it, `Apply(p)` lets the oldest averaging of fragment p land. At one step launches come before landings: progress is
+taken before the anchor moves.
 
     DiLoCo              inner_steps=H                            launch and apply at H, 2H, 3H, ...
-    streaming           inner_steps=H, num_fragments=P, delay=τ  fragment p launches every H steps, H/P after p−1; lands τ later
+    streaming           inner_steps=H, num_fragments=P, delay=τ  p launches every H steps, H/P after p−1; lands τ later
     one-round delay     inner_steps=H, delay=H                   round t is launched, then round t−1 lands
 
     H=4, P=2, τ=1   step      1  2  3  4  5  6  7  8  9
@@ -59,6 +59,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.inner_steps < 1:
             raise ConfigError(f"inner_steps={self.inner_steps} is not positive; a round needs a step. Use 1 or more.")
+        if self.num_fragments < 1:
+            raise ConfigError(
+                f"fragments={self.num_fragments} is not positive; a model is one fragment or more. Use 1."
+            )
         if not 0 <= self.delay <= self.inner_steps:
             raise ConfigError(
                 f"delay={self.delay} is outside 0..inner_steps={self.inner_steps}; a fragment lands before it is "
@@ -67,7 +71,7 @@ class Schedule:
         if self.inner_steps % self.num_fragments:
             below = self.inner_steps - self.inner_steps % self.num_fragments
             raise ConfigError(
-                f"inner_steps={self.inner_steps} is not a multiple of fragments={self.num_fragments}; one fragment is sent "
+                f"inner_steps={self.inner_steps} is not a multiple of fragments={self.num_fragments}; one is sent "
                 f"every inner_steps/fragments steps. Use inner_steps={below + self.num_fragments}"
                 + (f" or {below}." if below else ".")
             )
@@ -79,7 +83,7 @@ class Schedule:
         return (*launches, *landings)
 
     def finish(self, step: int) -> tuple[Event, ...]:
-        """What ends a run after step `step`, beyond `events(step)`: launch what is unsent, land all that is in flight."""
+        """What ends a run after step `step`, beyond `events(step)`: launch what is unsent, land what is in flight."""
         events: list[Event] = []
         for fragment in range(self.num_fragments):
             if not self._launches(fragment, step) and step > self.first_step:

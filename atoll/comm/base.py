@@ -1,8 +1,8 @@
 """The one seam with the network.
 
-A replica *launches* a round: its ballot (a few bytes: weight, digest, health) and a stream of exchanges, one a bucket. All
-replicas launch the same number of exchanges in the same order. What comes back is a `Flight`: first the ballots of all, then,
-in order, the result of every exchange. A transport may work ahead, but never changes the order.
+A replica *launches* a round: its ballot (a few bytes: weight, digest, health) and a stream of exchanges, one a bucket.
+All replicas launch the same number of exchanges in the same order. What comes back is a `Flight`: first the ballots of
+all, then, in order, the result of every exchange. A transport may work ahead, but never changes the order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """M replicas in one process: deterministic, no network, for tests and experiments.
 
-The replicas of a group take turns. The first to ask for a result drives the exchanges of all in lock step, so every replica
-must have launched before any asks.
+The replicas of a group take turns. The first to ask for a result drives the exchanges of all in lock step, so every
+replica must have launched before any asks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LocalGroup:
 
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
-        self._launches: list[_Launch] = []
+        self._launches: dict[int, _Launch] = {}
         self._counts = [0] * num_replicas
 
     def endpoints(self) -> list[LocalTransport]:
@@ -42,10 +42,10 @@ class LocalGroup:
         """Take part in the next launch of `replica`; the k-th launches of all replicas belong together."""
         index = self._counts[replica]
         self._counts[replica] += 1
-        if index == len(self._launches):
-            self._launches.append(_Launch(self.num_replicas))
-        launch = self._launches[index]
+        launch = self._launches.setdefault(index, _Launch(self.num_replicas))
         launch.join(replica, ballot, tally, exchanges)
+        if launch.is_complete:
+            del self._launches[index]  # from here on only the flights hold it
         return launch
 
 
@@ -99,6 +99,11 @@ class _Launch:
         self._ballots[replica] = ballot
         self._exchanges[replica] = iter(exchanges)
         self._tally = tally
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every replica has joined."""
+        return len(self._ballots) == self.num_replicas
 
     def all_ballots(self) -> list[bytes]:
         missing = set(range(self.num_replicas)) - set(self._ballots)

@@ -20,7 +20,10 @@ class Compressor(Protocol):
     def elementwise(self) -> bool: ...
 
     def init(self, shape: Sequence[int]) -> State:
-        """State kept between rounds for a tensor of `shape` (empty for most)."""
+        """State kept between rounds for a tensor of `shape` (empty for most).
+
+        A replica whose contribution did not count in a round keeps the state it had: what it owes is still owed.
+        """
         ...
 
     def average(self, tensor: Tensor, state: State) -> Exchange:
