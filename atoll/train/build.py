@@ -1,0 +1,209 @@
+"""From settings to a `Run`: data, models, schedule, outer loops, output."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from atoll.algo.adopt import ADOPT_RULES
+from atoll.algo.fragments import strided_fragments
+from atoll.algo.outer import OUTER_OPTIMIZERS, cosine_lr
+from atoll.algo.schedule import Schedule
+from atoll.comm.base import Transport
+from atoll.compress import COMPRESSORS
+from atoll.data import TextData, load_data
+from atoll.errors import ConfigError, StorageError
+from atoll.models import build_model, load_model
+from atoll.train.checkpoint import find_checkpoint, load_json, prepare_run_dir, refuse_other_config
+from atoll.train.config import TrainConfig, essential, read_config_file, write_config_file
+from atoll.train.console import Console
+from atoll.train.data_parallel import GradientSync
+from atoll.train.folder import CONFIG, METRICS, holds_run, refuse_taken
+from atoll.train.metrics import MetricsWriter, open_trackers, truncate_metrics
+from atoll.train.replica import Member, Replica
+from atoll.train.resume import STATE, resume_run
+from atoll.train.run import Output, Run
+from atoll.train.stopping import Signals, Stopper
+from atoll.train.sync import OuterSettings, ReplicaSync
+
+
+def build_run(
+    config: TrainConfig,
+    transports: Sequence[Transport],
+    *,
+    stopper: Stopper,
+    signals: Signals,
+    num_processes: int,
+    quiet: bool = False,
+    schedule: Schedule | None = None,
+    data: TextData | None = None,
+) -> Run:
+    """A run ready to train, resumed if `config.resume` says so.
+
+    transports: one for each replica of this process. schedule: another than blocking rounds. data: what `config.data`
+    describes, where it is loaded already.
+    """
+    leads = transports[0].replica == 0
+    set_threads(config, num_processes)
+    device = pick_device(config, transports[0].replica)
+    console = Console(max_steps=config.max_steps, on_closed=signals.stop) if leads and not quiet else None
+    data = data or load_data(
+        config.data, sequence_length=config.sequence_length, num_replicas=config.replicas, seed=config.seed
+    )
+    schedule = schedule or Schedule(config.inner_steps, first_step=config.pretrain_steps)
+    members = [_build_member(config, transport, data, device=device, schedule=schedule) for transport in transports]
+    if console is not None:
+        console.line(f"data: {data.describe()}")
+        console.line(_describe_model(config, members[0]))
+    run = Run(
+        config,
+        members,
+        schedule=schedule,
+        held_out=data.held_out,
+        tokenizer=data.tokenizer,
+        output=Output(None, console, []),
+        stopper=stopper,
+        signals=signals,
+    )
+    _open_run_dir(run)
+    return run
+
+
+def set_threads(config: TrainConfig, num_processes: int) -> None:
+    """CPU threads of this process: as told, or an even share of the cores (contended threads are many times slower)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.threads or max(1, cores // num_processes))
+
+
+def pick_device(config: TrainConfig, replica: int) -> torch.device:
+    """The device a replica trains on: "auto" takes a GPU if there is one, in turn by replica."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device='cuda' was asked for, but torch sees no GPU. Use device=cpu, or install a CUDA build."
+        )
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", replica))
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def outer_settings(config: TrainConfig, schedule: Schedule) -> OuterSettings:
+    """The outer loop that `config` describes."""
+
+    def lr(step: int) -> float:
+        if config.outer_lr_schedule == "constant":
+            return config.outer_lr
+        began = max(0, step - config.inner_steps)  # at its last step the cosine is 0: that round's work would be lost
+        return cosine_lr(config.outer_lr, step=began, total_steps=config.max_steps)
+
+    return OuterSettings(
+        optimizer=OUTER_OPTIMIZERS[config.outer_optimizer](config.outer_momentum, config.outer_epsilon),
+        lr=lr,
+        compressor=COMPRESSORS[config.compressor],
+        adopt=ADOPT_RULES[config.adopt](config.alpha, config.carry_share),
+        keep_contribution=schedule.delay > 0,
+        prune_rule=config.prune_rule,
+        prune_fraction=config.prune_fraction,
+        dropped_count=config.drop_merge == "all",
+        own_base=config.drop_base == "own",
+    )
+
+
+def _build_member(
+    config: TrainConfig, transport: Transport, data: TextData, *, device: torch.device, schedule: Schedule
+) -> Member:
+    if config.init_from:
+        model = _load_initial(config, vocab_size=data.vocab_size)
+    else:
+        vocab_size = config.model.vocab_size or data.vocab_size
+        model = build_model(
+            config.model, vocab_size=vocab_size, sequence_length=config.sequence_length, seed=config.seed
+        )
+    stream = data.stream(transport.replica)
+    replica = Replica(transport.replica, model=model, stream=stream, config=config, device=device)
+    if config.method == "data-parallel":
+        sync = GradientSync(replica.trainable(), transport, COMPRESSORS[config.compressor])
+        return Member(replica, transport, sync)
+    fragments = strided_fragments(list(replica.trainable()), schedule.num_fragments)
+    companions = replica.inner_moments if config.average_inner_state else list
+    outer = ReplicaSync(
+        replica.trainable(),
+        transport,
+        outer_settings(config, schedule),
+        fragments=fragments,
+        companions=companions,
+    )
+    return Member(replica, transport, outer)
+
+
+def _load_initial(config: TrainConfig, *, vocab_size: int) -> PreTrainedModel:
+    """The model of `init_from`; refuses one that the data does not fit."""
+    model = load_model(config.init_from)
+    positions = getattr(model.config, "max_position_embeddings", config.sequence_length)
+    if model.config.vocab_size < vocab_size or positions < config.sequence_length:
+        raise ConfigError(
+            f"init_from={config.init_from!r} knows {model.config.vocab_size} tokens at {positions} positions; the data "
+            f"has {vocab_size} tokens in sequences of {config.sequence_length}.\n"
+            "Set data.tokenizer to the folder of the model's tokenizer, and sequence_length to its positions at most."
+        )
+    return model
+
+
+def _open_run_dir(run: Run) -> None:
+    """Check the run folder, resume if asked, check that all replicas begin alike, and open the metrics."""
+    folder: Path | None = None
+    if run.leads:
+        folder = _claim(run)
+    folder = _tell_folder(run, folder)
+    if folder is not None:
+        resume_run(run, folder)
+        run.output.line(f"resumed from {folder.name} after step {run.step}")
+    if run.leads:
+        _rewrite_files(run)
+    run.check_same_start()
+    run.output.metrics = MetricsWriter(run.run_dir / METRICS)
+    if run.leads:
+        run.output.trackers = open_trackers(run.config.report_to, run.run_dir, run.config.model_dump())
+
+
+def _claim(run: Run) -> Path | None:
+    """The checkpoint to resume from; refuses a folder that holds another run."""
+    config, run_dir = run.config, run.run_dir
+    refuse_taken(config)
+    prepare_run_dir(run_dir, warn=run.output.line)
+    folder = find_checkpoint(run_dir, config.resume, warn=run.output.line)
+    if folder is not None:
+        refuse_other_config(load_json(folder / STATE)["settings"], essential(config))
+    if holds_run(run_dir):
+        refuse_other_config(essential(read_config_file(run_dir / CONFIG)), essential(config))
+    return folder
+
+
+def _tell_folder(run: Run, folder: Path | None) -> Path | None:
+    """The leading process's choice, the same on all: ballots have one length, so the name is padded."""
+    name = (str(folder) if folder is not None else "").encode().ljust(4096)
+    chosen = run.exchange([name] * len(run.members))[0].decode().strip()
+    return Path(chosen) if chosen else None
+
+
+def _rewrite_files(run: Run) -> None:
+    """What is written once: the settings, and the metrics up to the step resumed from."""
+    try:
+        write_config_file(run.config, run.run_dir / CONFIG)
+        if (run.run_dir / METRICS).exists():
+            truncate_metrics(run.run_dir / METRICS, run.step)
+    except OSError as error:
+        raise StorageError(f"cannot write to {run.run_dir}: {error.strerror}. Choose another --output-dir.") from error
+
+
+def _describe_model(config: TrainConfig, member: Member) -> str:
+    parameters = sum(param.numel() for param in member.replica.trainable().values())
+    batch = f"{config.batch_size} x {config.gradient_accumulation_steps} x {config.sequence_length}"
+    return (
+        f"model: {config.model.family} with {parameters / 1e6:.2f} M parameters | replicas: {config.replicas}, each "
+        f"{batch} tokens a step on {member.replica.device}"
+    )

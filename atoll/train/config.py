@@ -1,0 +1,252 @@
+"""The settings of a run: typed, bounded, written as TOML, changed by dotted flags.
+
+Names are those that users of PyTorch and Hugging Face know. Every bound is checked before anything starts, and
+a message names the value, the rule and the way out. `essential` says which settings a resumed run may not change.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from atoll.algo import adopt, outer
+from atoll.compress import COMPRESSORS
+from atoll.errors import ConfigError, nearest
+
+# Settings whose value is a name in a registry.
+REGISTRIES: dict[str, Mapping[str, Any]] = {
+    "outer_optimizer": outer.OUTER_OPTIMIZERS,
+    "adopt": adopt.ADOPT_RULES,
+    "compressor": COMPRESSORS,
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class ModelConfig(Section):
+    """Any causal language model of transformers, built from its configuration; nothing is fetched.
+
+    `overrides` go to the transformers configuration class of `family` as they are, e.g. `dropout` or `rope_theta`.
+    `vocab_size` 0 means: the tokenizer's.
+    """
+
+    family: Literal["llama", "gpt2", "opt", "qwen2"] = Field("llama", description="architecture")
+    hidden_size: int = Field(192, ge=1, description="width of the model")
+    num_layers: int = Field(2, ge=1, description="transformer blocks")
+    num_heads: int = Field(4, ge=1, description="attention heads; divides hidden_size")
+    intermediate_size: int = Field(512, ge=1, description="width inside the feed-forward blocks")
+    vocab_size: int = Field(0, ge=0, description="0: as many as the tokenizer has")
+    max_positions: int = Field(0, ge=0, description="0: sequence_length")
+    tie_embeddings: bool = Field(True, description="one matrix for input and output tokens")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="other keys of the transformers configuration")
+
+
+class DataConfig(Section):
+    """Where the text comes from, how it becomes tokens, and how it is shared out among the replicas.
+
+    source: "python" (the Python sources installed on this machine), a path to text files (file or folder), a folder of
+    pre-tokenised shards made by `atoll.data`, or "hf:NAME_OR_PATH" (Hugging Face datasets, streaming).
+    tokenizer: "bytes" (no training), "bpe" (trained on the corpus) or a folder that `AutoTokenizer` loads.
+    shard: how training documents are shared out: "iid", "domain" or "cluster" (both non-i.i.d.).
+    """
+
+    source: str = Field("python", description="python, a text file or folder, token shards, or hf:NAME_OR_PATH")
+    tokenizer: str = Field("bytes", description="bytes, bpe (trained on the corpus) or a tokenizer folder")
+    bpe_vocab_size: int = Field(4096, ge=300, description="tokens of a trained tokenizer")
+    shard: Literal["iid", "domain", "cluster"] = Field("iid", description="how documents are shared out")
+    held_out_percent: float = Field(2.0, gt=0, lt=50, description="share of the documents kept for evaluation")
+    max_bytes: int = Field(24_000_000, ge=1, description="bytes of text read at most, shared evenly over the domains")
+    hf_split: str = Field("train", description="of a Hugging Face data set")
+    hf_text_column: str = Field("text", description="of a Hugging Face data set")
+
+
+class TrainConfig(Section):
+    """Everything that defines a run."""
+
+    # what is trained, on what
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    sequence_length: int = Field(128, ge=2, description="tokens a sequence")
+    init_from: str = Field("", description="a checkpoint or a Hugging Face folder to start from; empty: random weights")
+
+    # inside a replica
+    max_steps: int = Field(1000, ge=1, description="inner steps a replica takes in all")
+    batch_size: int = Field(4, ge=1, description="sequences a replica takes in one forward pass")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="forward passes a step")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="the inner optimizer")
+    learning_rate: float = Field(1e-3, gt=0, description="of the inner optimizer, at its highest")
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="where the cosine ends, as a share of learning_rate")
+    warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises from 0")
+    weight_decay: float = Field(0.1, ge=0, description="of matrices; vectors are not decayed")
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="autocast; auto: bfloat16 on GPU")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(0, ge=0, description="CPU threads a process; 0: cores / processes, at least 1")
+
+    # between replicas
+    method: Literal["diloco", "data-parallel"] = Field("diloco", description="data-parallel: sync before every step")
+    replicas: int = Field(1, ge=1, description="copies of the model that train apart; in prose, islands")
+    inner_steps: int = Field(500, ge=1, description="H: steps a replica takes between two syncs")
+    outer_optimizer: str = Field("nesterov", description="moves the anchor by the averaged pseudo-gradient")
+    outer_lr: float = Field(0.7, gt=0, description="rate of the outer optimizer")
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    outer_lr_schedule: Literal["constant", "cosine"] = "constant"
+    outer_epsilon: float = Field(0.1, gt=0, description="outer Adam only; small values are unstable")
+    merge: Literal["uniform", "examples", "tokens"] = Field("uniform", description="what a replica's weight follows")
+    adopt: str = Field("replace", description="how a replica takes over the new anchor")
+    alpha: float = Field(0.0, ge=0, le=1, description="adopt=lerp: how much of the replica's own parameters stays")
+    carry_share: float = Field(1.0, ge=0, le=1, description="adopt=carry: share kept of the progress the anchor lacks")
+    compressor: str = Field("identity", description="how a pseudo-gradient is sent; identity: fp32")
+    average_inner_state: bool = Field(False, description="average the inner Adam state as well; sends 3x as much")
+
+    # the experiments of the DiLoCo paper
+    pretrain_steps: int = Field(0, ge=0, description="steps of one replica alone before the rounds begin")
+    replica_schedule: Literal["constant", "doubling", "halving", "ramp-up", "ramp-down"] = Field(
+        "constant", description="how many replicas train in each round"
+    )
+    drop_probability: float = Field(0.0, ge=0, lt=1, description="chance that a contribution is lost")
+    drop_merge: Literal["received", "all"] = Field("received", description="divide by those received, or by all")
+    drop_base: Literal["anchor", "own"] = Field("anchor", description="where a returning replica's progress begins")
+    prune_fraction: float = Field(0.0, ge=0, lt=1, description="share of each pseudo-gradient set to zero")
+    prune_rule: Literal["magnitude", "sign"] = "magnitude"
+
+    # the run
+    engine: Literal["torchdist", "local"] = Field("torchdist", description="a process a replica, or all in one process")
+    seed: int = Field(0, ge=0, lt=2**32, description="of the weights, the order of the data and dropout")
+    output_dir: str = Field("runs/default", description="the run folder")
+    save_steps: int = Field(0, ge=0, description="steps between two checkpoints; 0: only at the end")
+    keep_last: int = Field(3, ge=1, description="checkpoints kept")
+    eval_steps: int = Field(0, ge=0, description="0: only at the end; the anchor is evaluated at the next outer step")
+    eval_sequences: int = Field(256, ge=1, description="held-out sequences an evaluation reads at most")
+    logging_steps: int = Field(10, ge=1, description="steps between two lines on the terminal")
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list, description="trackers")
+    resume: str = Field("never", description="auto, never, or the path of a checkpoint")
+    port: int = Field(0, ge=0, le=65535, description="rendezvous port on loopback; 0: any free one")
+    timeout_s: float = Field(600.0, gt=0, description="a sync that takes longer than this fails")
+
+    @model_validator(mode="after")
+    def _check_relations(self) -> TrainConfig:
+        for name, known in REGISTRIES.items():
+            _one_of(name, getattr(self, name), known)
+        if self.model.hidden_size % self.model.num_heads:
+            width, heads = self.model.hidden_size, self.model.num_heads
+            raise ValueError(
+                f"model.hidden_size={width} is not a multiple of model.num_heads={heads}. "
+                f"Use model.hidden_size={math.ceil(width / heads) * heads}."
+            )
+        if self.pretrain_steps >= self.max_steps:
+            raise ValueError(
+                f"pretrain_steps={self.pretrain_steps} leaves no step of max_steps={self.max_steps} for the rounds. "
+                f"Use at most {self.max_steps - 1}."
+            )
+        if self.method == "diloco" and self.inner_steps > self.max_steps - self.pretrain_steps:
+            raise ValueError(
+                f"inner_steps={self.inner_steps} is more than the {self.max_steps - self.pretrain_steps} steps there "
+                f"are: no round would be complete. Use at most {self.max_steps - self.pretrain_steps}."
+            )
+        if self.method == "data-parallel" and (
+            self.pretrain_steps or self.drop_probability or self.replica_schedule != "constant"
+        ):
+            raise ValueError(
+                "method='data-parallel' has no rounds: all replicas take part in every step. Leave pretrain_steps, "
+                "drop_probability and replica_schedule as they are by default, or use method='diloco'."
+            )
+        if self.average_inner_state and (self.replica_schedule != "constant" or self.optimizer != "adamw"):
+            raise ValueError(
+                "average_inner_state=true needs replica_schedule='constant' and optimizer='adamw': a replica that sits "
+                "out has no inner state to average. Change one of them."
+            )
+        return self
+
+
+# Settings that change what is computed: a run may not be resumed with others.
+FREE = frozenset(
+    {
+        *("device", "dtype", "threads", "engine", "output_dir", "save_steps", "keep_last", "eval_steps"),
+        *("eval_sequences", "logging_steps", "report_to", "resume", "port", "timeout_s", "init_from"),
+    }
+)
+
+
+def essential(config: TrainConfig) -> dict[str, Any]:
+    """The settings that a resumed run must share with the run it goes on from, flattened to dotted keys.
+
+    max_steps is one of them where rates or replica counts are stretched over the length of the run.
+    """
+    stretched = (config.lr_schedule, config.outer_lr_schedule, config.replica_schedule) != ("constant",) * 3
+    free = FREE if stretched else FREE | {"max_steps"}
+    return {key: value for key, value in flatten(config.model_dump()).items() if key.split(".")[0] not in free}
+
+
+def write_config_file(config: TrainConfig, path: str | Path) -> None:
+    """Write every setting of `config` as TOML."""
+    Path(path).write_text(tomlkit.dumps(config.model_dump()), encoding="utf-8")
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The nested settings of a TOML file, not checked yet."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {str(path)!r}. Name a recipe or an existing TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as TOML: {error}. Mend that line.") from None
+
+
+def read_config_file(path: str | Path) -> TrainConfig:
+    """The checked settings of a TOML file."""
+    return build_config(read_settings(path))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted keys.
+
+    >>> flatten({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and key != "overrides":
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def build_config(settings: Mapping[str, Any]) -> TrainConfig:
+    """A checked `TrainConfig` from nested settings; raises `ConfigError` in at most three lines."""
+    try:
+        return TrainConfig.model_validate(dict(settings))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors()[:3])) from None
+
+
+def known_keys() -> list[str]:
+    """Every dotted key that a file or a flag may set."""
+    return list(flatten(TrainConfig().model_dump()))
+
+
+def _one_of(name: str, value: str, known: Mapping[str, Any]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not known.{nearest(value, known)} Known: {', '.join(known)}.")
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"{key!r} is not a setting.{nearest(key, known_keys())}"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    return f"{key}={item['input']!r} cannot be used: {item['msg'][0].lower()}{item['msg'][1:]}."

@@ -1,0 +1,226 @@
+"""Starting a process a replica on this machine, and looking after them.
+
+Workers come from a fork server that has torch loaded, so that each starts in a tenth of a second. Each has a pipe of
+its own to say what went wrong. They stand in process groups of their own: a Ctrl-C on the terminal reaches the launcher
+alone, which passes it on; and each ends itself when the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from types import FrameType
+from typing import Any
+
+from atoll.errors import AtollError, ConfigError, TransportError
+from atoll.train.config import TrainConfig, build_config
+from atoll.train.console import waiting
+from atoll.train.fork_server import start_fork_server
+from atoll.train.stopping import watch_signals
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+GRACE_S = 5.0  # between asking the other workers to end and ending them
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a worker says before it ends. exit_code: what the launcher should return."""
+
+    exit_code: int
+    message: str
+    transport: bool
+
+
+class WorkersFailed(AtollError):
+    """A worker ended in error; the message is its own."""
+
+    def __init__(self, failure: _Failure) -> None:
+        super().__init__(failure.message)
+        self.exit_code = failure.exit_code
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def work_in_engine(config: TrainConfig, store: Any, rank: int, *, num_processes: int) -> None:
+    """One replica, as a target of `run_workers`: the launcher itself need not load the engine."""
+    from atoll.train.engine import run_worker
+
+    run_worker(config, store, rank, num_processes=num_processes)
+
+
+def run_workers(config: TrainConfig, target: Callable[..., None]) -> None:
+    """Run `target(config, store, rank, num_processes=...)` in a process a replica until all are done.
+
+    Raises what the first worker to fail said; the others are ended.
+    """
+    store, port = _open_store(config)
+    start_fork_server()
+    with waiting("the workers to load torch"):
+        workers = [_start_worker(config, target, rank, port) for rank in range(config.replicas)]
+    with _passing_signals_on([process for process, _ in workers]) as signals:
+        failure = _watch(workers)
+    del store
+    if signals.count > 1:
+        failure = _Failure(130, "interrupted twice; left at once, without saving", False)
+    if failure is not None:
+        raise WorkersFailed(failure)
+
+
+def _start_worker(
+    config: TrainConfig, target: Callable[..., None], rank: int, port: int
+) -> tuple[ForkServerProcess, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    arguments = (target, config.model_dump(), rank, port, theirs)
+    process = context.Process(target=_work, args=arguments, name=f"replica-{rank}")
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _open_store(config: TrainConfig) -> tuple[Any, int]:
+    """The rendezvous store on loopback, in this process; it outlives every worker."""
+    import torch.distributed as dist
+
+    try:
+        store = dist.TCPStore("127.0.0.1", config.port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, dist.DistError) as error:
+        raise ConfigError(
+            f"port={config.port} cannot be used on loopback: {str(error).splitlines()[0][:160]}\n"
+            "Use --port 0 for any free one."
+        ) from None
+    return store, store.port
+
+
+def _work(target: Callable[..., None], settings: dict[str, Any], rank: int, port: int, pipe: Connection) -> None:
+    """The worker process."""
+    os.setpgid(0, 0)
+    _end_with_launcher()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    failure = None
+    try:
+        import torch.distributed as dist
+
+        with watch_signals():
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            config = build_config(settings)
+            target(config, store, rank, num_processes=config.replicas)
+    except AtollError as error:
+        failure = _Failure(error.exit_code, str(error), isinstance(error, TransportError))
+    except KeyboardInterrupt:
+        failure = _Failure(130, "interrupted twice; left at once, without saving", False)
+    except BaseException:
+        failure = _Failure(1, f"replica {rank} failed:\n{traceback.format_exc()}", False)
+    if failure is not None:
+        pipe.send((failure.exit_code, failure.message, failure.transport))
+        pipe.close()
+        sys.stdout.flush()
+        os._exit(failure.exit_code)  # a collective that lost its peers may never let an orderly exit finish
+
+
+def _end_with_launcher() -> None:
+    """End this process when the launcher is gone, whatever it is doing."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="atoll-launcher-watch", daemon=True).start()
+
+
+@dataclass
+class _Passed:
+    """How many signals went to the workers."""
+
+    count: int = 0
+
+
+@contextmanager
+def _passing_signals_on(processes: Sequence[ForkServerProcess]) -> Iterator[_Passed]:
+    """Within the block SIGINT and SIGTERM go to the workers; a second one ends them, whatever they wait for."""
+    passed = _Passed()
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        passed.count += 1
+        _signal_all(processes, signum if passed.count == 1 else signal.SIGKILL)
+
+    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield passed
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _watch(workers: list[tuple[ForkServerProcess, Connection]]) -> _Failure | None:
+    """Wait for all workers; when one fails, end the others. The failure that tells most is returned."""
+    failures: list[_Failure] = []
+    running = dict(enumerate(workers))
+    deadline: float | None = None
+    while running:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait([process.sentinel for process, _ in running.values()], timeout)
+        for rank, (process, pipe) in list(running.items()):
+            if process.sentinel in ready:
+                del running[rank]
+                failures += _last_words(rank, process, pipe)
+        if failures and running and deadline is None:
+            deadline = time.monotonic() + GRACE_S
+            if not _stopped_together(failures):
+                _signal_all(_processes(running), signal.SIGTERM)
+        elif deadline is not None and time.monotonic() >= deadline:
+            _signal_all(_processes(running), signal.SIGKILL)
+            deadline = time.monotonic() + GRACE_S
+    return min(failures, key=_rank_of_interest, default=None)
+
+
+def _last_words(rank: int, process: ForkServerProcess, pipe: Connection) -> list[_Failure]:
+    process.join()
+    if pipe.poll():
+        try:
+            return [_Failure(*pipe.recv())]
+        except EOFError:
+            pass
+    if process.exitcode == 0:
+        return []
+    return [_Failure(1, f"replica {rank} was ended by {_cause(process.exitcode)}.\nGo on with --resume auto.", False)]
+
+
+def _cause(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"signal {signal.Signals(-exitcode).name}"
+    return f"exit code {exitcode}"
+
+
+def _stopped_together(failures: list[_Failure]) -> bool:
+    return all(failure.exit_code in (75, 130) for failure in failures)
+
+
+def _rank_of_interest(failure: _Failure) -> tuple[bool, bool]:
+    """A cause comes before its consequences: a lost peer is named before the broken connections it left."""
+    return (failure.transport, failure.exit_code in (75, 130))
+
+
+def _processes(running: Mapping[int, tuple[ForkServerProcess, Connection]]) -> list[ForkServerProcess]:
+    return [process for process, _ in running.values()]
+
+
+def _signal_all(processes: Sequence[ForkServerProcess], signum: int) -> None:
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signum)

@@ -1,0 +1,223 @@
+"""One replica: a full copy of the model, its inner optimizer, its data and its random numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.algo.rates import inner_lr
+from atoll.comm.base import Transport
+from atoll.train.config import TrainConfig
+from atoll.train.data_parallel import GradientSync
+from atoll.train.sync import ReplicaSync
+
+if TYPE_CHECKING:
+    from atoll.data import TokenStream
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One inner step of one replica.
+
+    loss: nats a token. tokens: trained on by this replica so far. skipped: the gradient was not finite, so no step was
+    made.
+    """
+
+    replica: int
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    skipped: bool
+
+
+class Replica:
+    """Trains alone: `compute_gradients`, then `update`."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        model: nn.Module,
+        stream: TokenStream,
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        self.index = index
+        self.model = model.to(device)
+        self.stream = stream
+        self.config = config
+        self.device = device
+        self.tokens = 0
+        self.tokens_at_sync = 0
+        self.inner_seconds = 0.0
+        self.optimizer = build_inner_optimizer(self.trainable(), config)
+        self._random_state = _fresh_random_state(config.seed * 10_007 + index, device)
+        self._loss = torch.zeros((), device=device)
+        self._seconds = 0.0
+        self._bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by name, tied ones once."""
+        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def compute_gradients(self, step: int) -> None:
+        """Forward and backward over the batches of inner step `step`; gradients are their mean."""
+        began = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._loss = torch.zeros((), device=self.device)
+        parts = self.config.gradient_accumulation_steps
+        with self._own_random_numbers():
+            for _ in range(parts):
+                batch = self.stream.next_batch(self.config.batch_size).to(self.device)
+                loss = self.batch_loss(batch) / parts
+                loss.backward()
+                self._loss += loss.detach()
+                self.tokens += batch.numel()
+        self._seconds = time.perf_counter() - began
+
+    def update(self, step: int) -> StepReport:
+        """Clip and take the optimizer's step. A gradient that is not finite is left out, and said."""
+        began = time.perf_counter()
+        lr = self.lr(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        limit = self.config.max_grad_norm or float("inf")
+        norm = float(nn.utils.clip_grad_norm_(self.trainable().values(), limit))
+        finite = norm < float("inf")
+        if finite:
+            self.optimizer.step()
+        loss = float(self._loss)
+        seconds = self._seconds + time.perf_counter() - began
+        self.inner_seconds += seconds
+        return StepReport(self.index, step, loss, norm, lr, self.tokens, seconds, not finite)
+
+    def lr(self, step: int) -> float:
+        """The rate of inner step `step`, a function of the global step alone."""
+        return inner_lr(
+            step,
+            learning_rate=self.config.learning_rate,
+            warmup_steps=self.config.warmup_steps,
+            max_steps=self.config.max_steps,
+            decay=self.config.lr_schedule,
+            min_ratio=self.config.min_lr_ratio,
+            restart_step=self.config.pretrain_steps,
+        )
+
+    def batch_loss(self, batch: Tensor) -> Tensor:
+        """Mean next-token loss in nats of a batch of token ids [batch, sequence]."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
+            return self.model(input_ids=batch, labels=batch).loss
+
+    @torch.no_grad()
+    def evaluate(self, sequences: Tensor, weights: Mapping[str, Tensor]) -> tuple[float, int]:
+        """Summed loss in nats, and predicted tokens, of held-out `sequences` under `weights` (the anchor)."""
+        if not len(sequences):
+            return 0.0, 0
+        params = self.trainable()
+        own = {name: param.detach().clone() for name, param in params.items()}
+        self._load(params, weights)
+        self.model.eval()
+        total, count = 0.0, 0
+        for batch in sequences.split(max(self.config.batch_size, 16)):
+            predicted = batch.shape[0] * (batch.shape[1] - 1)
+            total += float(self.batch_loss(batch.to(self.device))) * predicted
+            count += predicted
+        self.model.train()
+        self._load(params, own)
+        return total, count
+
+    def inner_moments(self) -> list[Tensor]:
+        """The floating-point state of the inner optimizer, step counts excepted."""
+        return [
+            value
+            for param in self.trainable().values()
+            for value in self.optimizer.state.get(param, {}).values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+
+    def start_afresh(self) -> None:
+        """Forget the inner optimizer's state: a replica that joins begins with none."""
+        self.optimizer = build_inner_optimizer(self.trainable(), self.config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of this replica's own: parameters, inner optimizer, random numbers, data position, counts.
+
+        The tensors are those in use: save or copy them before the next step.
+        """
+        return {
+            "params": {name: param.detach() for name, param in self.trainable().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "random_state": self._random_state,
+            "stream": self.stream.state_dict(),
+            "tokens": self.tokens,
+            "tokens_at_sync": self.tokens_at_sync,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state` was taken."""
+        with torch.no_grad():
+            self._load(self.trainable(), state["params"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._random_state |= state["random_state"]  # saved on a machine with a GPU, perhaps, and loaded on one without
+        self.stream.load_state_dict(state["stream"])
+        self.tokens = state["tokens"]
+        self.tokens_at_sync = state["tokens_at_sync"]
+
+    def _load(self, params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        for name, param in params.items():
+            param.copy_(values[name])
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Dropout draws from this replica's own numbers, however many replicas share the process."""
+        on_gpu = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
+            torch.set_rng_state(self._random_state["cpu"])
+            if on_gpu:
+                torch.cuda.set_rng_state(self._random_state["cuda"], self.device)
+            yield
+            self._random_state["cpu"] = torch.get_rng_state()
+            if on_gpu:
+                self._random_state["cuda"] = torch.cuda.get_rng_state(self.device)
+
+
+@dataclass
+class Member:
+    """One replica of this process with its end of the network and its outer loop."""
+
+    replica: Replica
+    transport: Transport
+    sync: ReplicaSync | GradientSync
+
+    @property
+    def index(self) -> int:
+        return self.replica.index
+
+
+def _fresh_random_state(seed: int, device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
+    return state
+
+
+def build_inner_optimizer(params: Mapping[str, nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD of torch; vectors (norms, biases) are not decayed."""
+    groups = [
+        {"params": [p for p in params.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)

@@ -1,0 +1,110 @@
+"""What a checkpoint of a run holds, and how a run goes on from one.
+
+config.json, model.safetensors, tokenizer files    the anchor, as `AutoModelForCausalLM.from_pretrained` loads it
+outer.safetensors                                  outer state and outer step counts
+replica-0.safetensors, ...                         each replica's parameters, inner state, data position, random
+                                                   numbers, bases, compressor state and rounds in flight
+state.json                                         step, the settings that matter, the last evaluation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from atoll.errors import CheckpointError
+from atoll.models import without_progress_bars
+from atoll.train.checkpoint import CheckpointWriter, load_json, load_state, refuse_other_config
+from atoll.train.config import essential
+
+if TYPE_CHECKING:
+    from atoll.train.run import Run
+
+STATE = "state.json"
+OUTER = "outer.safetensors"
+
+
+def save_run(run: Run, step: int) -> None:
+    """Write a checkpoint of `run` after inner step `step`; all processes take part, the leading one commits."""
+    writer = CheckpointWriter(run.run_dir, step, keep_last=run.config.keep_last)
+    names = [f"replica-{index}.safetensors" for index in range(run.config.replicas)]
+    for member in run.members:
+        own = {"replica": member.replica.state_dict(), "sync": member.sync.replica_state()}
+        writer.save_state(names[member.index], own)
+    if run.leads:
+        lead = run.members[0]
+        model = lead.replica.model
+        assert isinstance(model, PreTrainedModel)
+        anchor = lead.sync.anchor()
+        writer.save_files(lambda folder: save_model(model, run.tokenizer, folder, weights=anchor))
+        writer.save_state(OUTER, lead.sync.shared_state())
+        writer.save_json(STATE, _summary(run, step))
+    run.barrier()
+    if run.leads:
+        writer.commit(expected_files=[*names, OUTER, STATE, "config.json", "model.safetensors"])
+        run.output.line(f"saved {writer.folder.name} to {writer.folder}")
+    run.barrier()
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, *, weights: Mapping[str, Tensor]
+) -> None:
+    """Write `model` with `weights` for its trainable parameters as a Hugging Face folder; `model` is left as it is."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    state = {
+        key: weights.get(names.get(id(value), ""), value.detach())
+        for key, value in model.state_dict(keep_vars=True).items()
+    }
+    with without_progress_bars():
+        model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+
+
+def resume_run(run: Run, folder: Path) -> None:
+    """Put `run` exactly where the checkpoint `folder` was taken."""
+    summary = load_json(folder / STATE)
+    refuse_other_config(summary["settings"], essential(run.config))
+    anchor = _load_anchor(folder, run)
+    shared = load_state(folder / OUTER)
+    for member in run.members:
+        own = load_state(folder / f"replica-{member.index}.safetensors")
+        member.sync.load_shared_state(anchor, shared)
+        member.replica.load_state_dict(own["replica"])
+        member.sync.load_replica_state(own["sync"])
+    run.step = summary["step"]
+    run.last_eval_step = summary["last_eval_step"]
+    if folder.resolve().parent == (run.run_dir / "checkpoints").resolve():
+        run.saved_step = run.step
+
+
+def _summary(run: Run, step: int) -> dict[str, object]:
+    return {
+        "step": step,
+        "round": run.members[0].sync.round,
+        "anchor_digest": run.members[0].sync.digest(),
+        "last_eval_step": run.last_eval_step,
+        "settings": essential(run.config),
+    }
+
+
+def _load_anchor(folder: Path, run: Run) -> dict[str, Tensor]:
+    """The anchor by the names of the model's trainable parameters; a tied weight is saved under one of its names."""
+    saved = load_file(folder / "model.safetensors")
+    model = run.members[0].replica.model
+    aliases: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(param), []).append(name)
+    anchor = {}
+    for name, param in run.members[0].replica.trainable().items():
+        found = [alias for alias in aliases[id(param)] if alias in saved]
+        if not found:
+            raise CheckpointError(
+                f"{folder.name} has no weights {name!r}: it belongs to another model. Use that model."
+            )
+        anchor[name] = saved[found[0]]
+    return anchor

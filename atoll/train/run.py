@@ -1,0 +1,395 @@
+"""A run: the replicas of this process, when they sync, and what is logged, evaluated and saved.
+
+`train.loop` says what happens in which order; here is how. A process holds all replicas (`local`) or one
+(`torchdist`); the process of replica 0 leads: it writes what is written once.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from atoll.algo.merge import WEIGHTS, Ballot, weigh
+from atoll.algo.participation import active_replicas, is_dropped
+from atoll.algo.schedule import Apply, Event, Launch, Schedule
+from atoll.exchange import mean_sent_bytes
+from atoll.train.config import TrainConfig
+from atoll.train.console import Console
+from atoll.train.data_parallel import GradientSync
+from atoll.train.memory import format_memory, memory_by_state
+from atoll.train.metrics import (
+    EvalEvent,
+    FaultEvent,
+    MetricsWriter,
+    RoundEvent,
+    StepEvent,
+    Tracker,
+    perplexity,
+    scalars_of,
+)
+from atoll.train.metrics import Event as MetricsEvent
+from atoll.train.replica import Member, Replica, StepReport
+from atoll.train.stopping import Interrupted, Signals, Stopper
+from atoll.train.sync import ReplicaSync, RoundReport
+
+
+@dataclass
+class Output:
+    """Where a run is written to."""
+
+    metrics: MetricsWriter | None
+    console: Console | None
+    trackers: list[Tracker]
+
+    def write(self, event: MetricsEvent, *, track: bool = True) -> None:
+        if self.metrics is not None:
+            self.metrics.write(event)
+        if track:
+            for tracker in self.trackers:
+                tracker.log(scalars_of(event), event.step)
+
+    def line(self, text: str) -> None:
+        if self.console is not None:
+            self.console.line(text)
+
+
+class Run:
+    """What the loop drives. first_step: the step before the first to train (0, or the step resumed from)."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        members: Sequence[Member],
+        *,
+        schedule: Schedule,
+        held_out: Tensor,
+        tokenizer: PreTrainedTokenizerBase,
+        output: Output,
+        stopper: Stopper,
+        signals: Signals,
+    ) -> None:
+        self.config = config
+        self.members = list(members)
+        self.schedule = schedule
+        self.tokenizer = tokenizer
+        self.output = output
+        self.step = 0
+        self.last_eval_step = 0
+        self.saved_step = -1
+        self._held_out = held_out[: config.eval_sequences]
+        self._stopper = stopper
+        self._signals = signals
+        self._num_rounds = math.ceil((config.max_steps - config.pretrain_steps) / config.inner_steps)
+        self._landed = False
+        self._launched_at = 0.0
+        self._launch_steps: list[deque[int]] = []
+        self._exposed_s = 0.0
+        self._inner_s = 0.0
+        self._steps_at_round = 0
+        self._told_memory = False
+        self._syncs = [member.sync for member in self.members if isinstance(member.sync, ReplicaSync)]
+        self._gradient_syncs = [member.sync for member in self.members if isinstance(member.sync, GradientSync)]
+
+    @property
+    def leads(self) -> bool:
+        return self.members[0].index == 0
+
+    @property
+    def data_parallel(self) -> bool:
+        return self.config.method == "data-parallel"
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.output_dir)
+
+    # --- steps
+
+    def steps(self) -> Iterator[int]:
+        """Steps to train, until the last or until all agree to stop; then what there is is saved."""
+        self._steps_at_round = self.step
+        flying = [self.schedule.num_in_flight(fragment, self.step) for fragment in range(self.schedule.num_fragments)]
+        self._launch_steps = [deque([self.step] * count) for count in flying]
+        for step in range(self.step + 1, self.config.max_steps + 1):
+            self.step = step
+            self._landed = False
+            yield step
+            if step < self.config.max_steps and self._stopper.stop_after(step) == step:
+                self._leave(step)
+
+    def active_replicas(self, step: int) -> list[Replica]:
+        """Replicas of this process that train in `step`; one that begins anew does so without inner optimizer state."""
+        active = [member.replica for member in self.members if member.index < self._num_active(step)]
+        for replica in active:
+            if self._begins_round(step) and replica.index >= self._num_active(step - 1):
+                replica.start_afresh()
+        return active
+
+    def log_step(self, report: StepReport) -> None:
+        rate = self._tokens_a_step() / report.seconds
+        event = StepEvent(
+            step=report.step,
+            replica=report.replica,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            tokens=report.tokens,
+            tokens_per_s=rate,
+        )
+        due = report.step % self.config.logging_steps == 0 or report.step in (1, self.config.max_steps)
+        self.output.write(event, track=due and report.replica == 0)
+        if report.skipped:
+            self._fault("gradient is not finite; step left out", report.replica)
+        if report.replica == 0:
+            self._inner_s += report.seconds
+            self._tell_memory()
+            if self.output.console is not None:
+                self.output.console.step(event) if due else self.output.console.advance(event.step)
+
+    # --- syncs
+
+    def events(self, step: int) -> tuple[Event, ...]:
+        """What the schedule has for `step`; nothing for data parallelism, which syncs before every step."""
+        if self.data_parallel:
+            return ()
+        if 0 < step == self.config.pretrain_steps:
+            fragments = range(self.schedule.num_fragments)
+            return (*(Launch(p) for p in fragments), *(Apply(p) for p in fragments))
+        if step == self.config.max_steps:
+            return (*self.schedule.events(step), *self.schedule.finish(step))
+        return self.schedule.events(step)
+
+    def launch(self, fragment: int, step: int) -> None:
+        """Every replica of this process hands in its progress."""
+        began = time.perf_counter()
+        for member, sync in zip(self.members, self._syncs, strict=True):
+            self._launch_one(member.replica, sync, fragment, step)
+        self._launch_steps[fragment].append(step)
+        self._launched_at = began
+        self._exposed_s += time.perf_counter() - began
+
+    def apply(self, fragment: int, step: int) -> None:
+        """The oldest launched round lands on every replica of this process."""
+        began = time.perf_counter()
+        follow = step == self.config.pretrain_steps
+        self._stopper.before_sync(step, needs=self._launch_steps[fragment].popleft())
+        with self._waiting(f"the other {self.config.replicas - 1} replicas to reach step {step}"):
+            reports = [sync.apply(fragment, step=step, follow=follow) for sync in self._syncs]
+        self._stopper.after_sync(step)
+        for member in self.members:
+            if follow or member.index in reports[0].refused:
+                member.replica.start_afresh()  # inner state that led to no numbers would do so again
+        self._exposed_s += time.perf_counter() - began
+        self._log_round(reports[0], step)
+
+    def average_gradients(self, step: int) -> None:
+        """Gradients of all replicas become their mean; those of one alone are that already."""
+        if self.config.replicas == 1:
+            self._landed = True
+            return
+        began = time.perf_counter()
+        self._stopper.before_sync(step)
+        for sync in self._gradient_syncs:
+            sync.launch(weight=1.0)
+        self._launched_at = began
+        reports = [sync.apply() for sync in self._gradient_syncs]
+        self._stopper.after_sync(step)
+        self._exposed_s += time.perf_counter() - began
+        self._log_round(reports[0], step)
+
+    # --- evaluation
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluate the anchor after the first outer step at or after each multiple of eval_steps, and at the end."""
+        every = self.config.eval_steps
+        passed = bool(every) and step // every > self.last_eval_step // every
+        if self._landed and passed and step < self.config.max_steps:
+            self.evaluate(step)
+
+    def evaluate(self, step: int) -> EvalEvent:
+        """Held-out loss of the anchor; each replica takes its share of the sequences."""
+        self.last_eval_step = step
+        sums = []
+        for member in self.members:
+            share = self._held_out[member.index :: self.config.replicas]
+            sums.append(struct.pack("<dq", *member.replica.evaluate(share, member.sync.anchor())))
+        parts = [struct.unpack("<dq", part) for part in self.exchange(sums)]
+        count = sum(part[1] for part in parts)
+        loss = sum(part[0] for part in parts) / count
+        event = EvalEvent(
+            step=step, round=self.members[0].sync.round, loss=loss, perplexity=perplexity(loss), tokens=count
+        )
+        if self.leads:
+            self.output.write(event)
+            if self.output.console is not None:
+                self.output.console.evaluated(event)
+        return event
+
+    # --- saving
+
+    def save_if_due(self, step: int) -> None:
+        if self.config.save_steps and step % self.config.save_steps == 0 and step < self.config.max_steps:
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """A checkpoint from which the run goes on exactly."""
+        from atoll.train.resume import save_run
+
+        if self.saved_step != step:
+            save_run(self, step)
+            self.saved_step = step
+
+    def finish(self) -> None:
+        """After the last step: evaluate and save, unless that was done before this run was resumed."""
+        if self.last_eval_step < self.step:
+            self.evaluate(self.step)
+        self.save(self.step)
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Hand a few bytes of every replica of this process round; returns those of all replicas. Also a barrier."""
+        self._stopper.before_sync(self.step)
+        flights = [
+            member.transport.launch(payload, _no_weights, ())
+            for member, payload in zip(self.members, payloads, strict=True)
+        ]
+        ballots = [list(flight.ballots()) for flight in flights]
+        self._stopper.after_sync(self.step)
+        return ballots[0]
+
+    def barrier(self) -> None:
+        """Wait for every replica."""
+        self.exchange([b"."] * len(self.members))
+
+    def close(self) -> None:
+        """Close what is written to."""
+        for tracker in self.output.trackers:
+            tracker.close()
+        if self.output.console is not None:
+            self.output.console.close()
+        if self.output.metrics is not None:
+            self.output.metrics.close()
+
+    def check_same_start(self) -> None:
+        """Raise DesyncError unless all replicas begin from the same anchor."""
+        digests = [bytes.fromhex(member.sync.digest()) for member in self.members]
+        weigh([Ballot(self.step, digest, 1.0).pack() for digest in self.exchange(digests)])
+
+    # --- inside
+
+    def _leave(self, step: int) -> None:
+        self.save(step)
+        name = f"step-{step:06d}"
+        raise Interrupted(
+            self._signals.received or 0,
+            f"stopped after step {step}/{self.config.max_steps}; saved {name}. Go on with --resume auto.",
+        )
+
+    def _launch_one(self, replica: Replica, sync: ReplicaSync, fragment: int, step: int) -> None:
+        config = self.config
+        if step == config.pretrain_steps:
+            sync.launch(fragment, present=replica.index == 0, follow=True)
+            replica.tokens_at_sync = replica.tokens
+            return
+        active = replica.index < self._num_active(step)
+        dropped = active and is_dropped(
+            replica.index,
+            round=self._round_of(step),
+            replicas=config.replicas,
+            probability=config.drop_probability,
+            seed=config.seed,
+        )
+        weight = WEIGHTS[config.merge](replica.stream.num_examples, replica.tokens - replica.tokens_at_sync)
+        sync.launch(fragment, weight=weight if active else 0.0, present=active and not dropped, adopts=not dropped)
+        if fragment == self.schedule.num_fragments - 1:
+            replica.tokens_at_sync = replica.tokens
+
+    def _log_round(self, report: RoundReport, step: int) -> None:
+        self._landed = True
+        if self.leads:
+            for replica in report.refused:
+                self._fault("contribution is not finite; refused", replica)
+            event = self._round_event(report, step)
+            self.output.write(event)
+            self._show_round(event, step)
+        self._inner_s = self._exposed_s = 0.0
+        self._steps_at_round = step
+
+    def _round_event(self, report: RoundReport, step: int) -> RoundEvent:
+        return RoundEvent(
+            round=report.round,
+            step=step,
+            replicas=self.config.replicas,
+            contributors=report.contributors,
+            payload_bytes=report.payload_bytes,
+            sync_s=time.perf_counter() - self._launched_at,
+            exposed_s=self._exposed_s,
+            inner_s=self._inner_s,
+            anchor_digest=report.digest,
+            delta_norm=report.geometry.delta_norm,
+            cosine_mean=report.geometry.cosine_mean,
+            cosines=report.geometry.cosines,
+            norms=report.geometry.norms,
+            refused=report.refused,
+            compressor=self.config.compressor,
+        )
+
+    def _show_round(self, event: RoundEvent, step: int) -> None:
+        if self.output.console is None:
+            return
+        self.output.console.round = event.round
+        if not self.data_parallel:
+            steps = step - self._steps_at_round
+            self.output.console.committed(event, data_parallel_bytes=steps * self._data_parallel_bytes())
+
+    def _data_parallel_bytes(self) -> int:
+        """Bytes a replica sends in one step of data parallelism in fp32."""
+        numel = sum(param.numel() for param in self.members[0].replica.trainable().values())
+        return mean_sent_bytes(numel, 4, num_replicas=self.config.replicas, replica=0)
+
+    def _fault(self, what: str, replica: int) -> None:
+        self.output.write(FaultEvent(what=what, replica=replica, step=self.step), track=False)
+        self.output.line(f"replica {replica}: {what} (step {self.step})")
+
+    def _tell_memory(self) -> None:
+        """Once, when the first step has allocated everything: bytes a parameter of each state, counted."""
+        if self.output.console is None or self._told_memory:
+            return
+        self._told_memory = True
+        self.output.line(format_memory(memory_by_state(self.members[0])))
+
+    def _num_active(self, step: int) -> int:
+        if step <= self.config.pretrain_steps:
+            return 1
+        return active_replicas(
+            self.config.replica_schedule,
+            replicas=self.config.replicas,
+            round=self._round_of(step),
+            num_rounds=self._num_rounds,
+        )
+
+    def _round_of(self, step: int) -> int:
+        """The round that `step` belongs to, from 1."""
+        return (step - self.config.pretrain_steps - 1) // self.config.inner_steps + 1
+
+    def _begins_round(self, step: int) -> bool:
+        return step > 1 and (step - self.config.pretrain_steps - 1) % self.config.inner_steps == 0
+
+    def _tokens_a_step(self) -> int:
+        return self.config.batch_size * self.config.gradient_accumulation_steps * self.config.sequence_length
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        if self.output.console is None or len(self.members) > 1:
+            return nullcontext()
+        return self.output.console.waiting(what)
+
+
+def _no_weights(ballots: Sequence[bytes]) -> list[float]:
+    return [0.0] * len(ballots)

@@ -1,0 +1,558 @@
+"""The outer loop of one replica: its anchors, its outer state, and the rounds it has in flight.
+
+`launch` takes the progress of a fragment and hands it to the transport; `apply` lets the oldest such round land: bucket
+by bucket the mean arrives, the outer optimizer moves the anchor, and the parameters adopt it. What happens when is not
+decided here: a `Schedule` says so.
+
+    anchor ──────────────┐                                    ┌─> anchor
+    parameters ── launch ┴─> pseudo-gradient ··· mean ··· apply ┴─> parameters
+
+The pseudo-gradient is base minus parameters (old minus new). The base is the anchor as the parameters' dtype holds it;
+a replica that keeps progress which no launch has taken yet has a base of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from atoll.algo import merge
+from atoll.algo.adopt import AdoptRule, Landing, replace
+from atoll.algo.fragments import Bucket, Layout, Piece, buckets, tensor_buckets
+from atoll.algo.merge import Ballot, Geometry
+from atoll.algo.outer import SGD, Nesterov, OuterOptimizer
+from atoll.algo.prune import PRUNE_RULES
+from atoll.comm.base import Flight, Transport
+from atoll.compress import COMPRESSORS, Compressor
+from atoll.errors import CheckpointError, ConfigError
+from atoll.exchange import Exchange, State
+
+BUCKET_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """How replicas agree. lr: outer rate as a function of the inner step.
+
+    keep_contribution: rounds land later than they are launched, what was sent is kept till then (4 bytes a parameter).
+    dropped_count: the mean divides by dropped replicas too. own_base: a dropped replica's next pseudo-gradient is
+    measured from where it started, not from the new anchor (rules that owe unsent progress always do so).
+    """
+
+    optimizer: OuterOptimizer = field(default_factory=Nesterov)
+    lr: Callable[[int], float] = lambda step: 0.7
+    compressor: Compressor = COMPRESSORS["identity"]
+    adopt: AdoptRule = field(default_factory=replace)
+    keep_contribution: bool = False
+    prune_rule: str = "magnitude"
+    prune_fraction: float = 0.0
+    dropped_count: bool = False
+    own_base: bool = False
+    bucket_elements: int = BUCKET_ELEMENTS
+
+    @property
+    def owes_unsent(self) -> bool:
+        """Whether a replica keeps a base of its own: progress that no launch has taken is owed to the next one."""
+        return self.keep_contribution and self.adopt.keeps_unsent
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What one landed round was. round: outer steps of this fragment so far. weights: 0 for who did not count."""
+
+    fragment: int
+    round: int
+    weights: list[float]
+    refused: list[int]
+    payload_bytes: int
+    geometry: Geometry
+    digest: str
+
+    @property
+    def contributors(self) -> int:
+        return sum(weight > 0 for weight in self.weights)
+
+
+@dataclass
+class _InFlight:
+    """A round that was launched and has not landed.
+
+    contribution: the flat pseudo-gradient, where it is kept. held: the parameters still hold that progress, so that the
+    next launch must not take it again.
+    """
+
+    flight: Flight
+    ballot: Ballot
+    contribution: Tensor | None
+    adopts: bool
+    held: bool = True
+
+
+class _Fragment:
+    """One fragment of one replica: parameters (views of the model's), anchor, outer state, base, flights."""
+
+    def __init__(self, named: Mapping[str, Tensor], settings: OuterSettings) -> None:
+        self._tensors = list(named.values())
+        whole = frozenset(i for i, param in enumerate(self.params) if not param.is_contiguous())
+        self.layout = Layout(tuple(named), tuple(tuple(param.shape) for param in self.params), whole)
+        if settings.compressor.elementwise:
+            self.buckets = buckets(self.layout, settings.bucket_elements)
+        else:
+            self.buckets = tensor_buckets(self.layout)
+        device = self.params[0].device
+        self.anchor = torch.empty(self.layout.numel, dtype=torch.float32, device=device)
+        for param, view in zip(self.params, self.views(self.anchor), strict=True):
+            view.copy_(param)
+        self.outer_state = settings.optimizer.init(self.anchor)
+        self.codes: list[State] = [settings.compressor.init(self._bucket_shape(b, settings)) for b in self.buckets]
+        self.base: Tensor | None = None
+        self.count = 0
+        self.flights: deque[_InFlight] = deque()
+        self.digest = _digest([self.anchor])
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters as they are now, without their graph."""
+        return [param.detach() for param in self._tensors]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Tensors of the fragment's shapes in a flat buffer."""
+        return [
+            flat[offset : offset + numel].view(shape)
+            for offset, numel, shape in zip(self.layout.offsets, self.layout.numels, self.layout.shapes, strict=True)
+        ]
+
+    def piece(self, piece: Piece) -> Tensor:
+        """The piece of a parameter: 1-D where the parameter may be cut, else the parameter itself."""
+        param = self._tensors[piece.tensor].detach()
+        return param if piece.tensor in self.layout.whole else param.view(-1)[piece.start : piece.stop]
+
+    def in_bucket(self, bucket: Bucket, flat: Tensor, piece: Piece) -> Tensor:
+        """Where `piece` lies in `flat`, a buffer that holds this bucket alone."""
+        part = flat[piece.offset - bucket.start : piece.offset - bucket.start + piece.stop - piece.start]
+        return part.view(self.layout.shapes[piece.tensor]) if piece.tensor in self.layout.whole else part
+
+    def held_anchor(self) -> Tensor:
+        """The anchor as the parameters' dtypes hold it, a flat copy."""
+        held = self.anchor.clone()
+        for param, view in zip(self.params, self.views(held), strict=True):
+            view.copy_(view.to(param.dtype))
+        return held
+
+    def flat_params(self) -> Tensor:
+        """All parameters, flat fp32, a copy."""
+        flat = torch.empty_like(self.anchor)
+        for bucket in self.buckets:
+            flat[bucket.start : bucket.stop] = self.gather_params(bucket)
+        return flat
+
+    def gather_params(self, bucket: Bucket) -> Tensor:
+        """The parameters of a bucket, flat fp32, a copy."""
+        flat = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.anchor.device)
+        for piece in bucket.pieces:
+            self.in_bucket(bucket, flat, piece).copy_(self.piece(piece))
+        return flat
+
+    def restart(self) -> None:
+        """What this replica holds is broken: its parameters become the anchor, and nothing is owed."""
+        for bucket in self.buckets:
+            self.scatter_params(bucket, self.anchor[bucket.start : bucket.stop])
+        self.base = None
+
+    def scatter_params(self, bucket: Bucket, flat: Tensor) -> None:
+        """Write flat fp32 values into the parameters of a bucket, rounded to their dtype."""
+        for piece in bucket.pieces:
+            self.piece(piece).copy_(self.in_bucket(bucket, flat, piece))
+
+    def pseudo_gradient(self, bucket: Bucket) -> Tensor:
+        """Base minus parameters, flat fp32, of one bucket."""
+        delta = torch.empty(bucket.stop - bucket.start, dtype=torch.float32, device=self.anchor.device)
+        start = self.anchor if self.base is None else self.base
+        start = start[bucket.start : bucket.stop]
+        for piece in bucket.pieces:
+            param = self.piece(piece)
+            before = self.in_bucket(bucket, start, piece)
+            if self.base is None and param.dtype != torch.float32:
+                before = before.to(param.dtype).to(torch.float32)
+            torch.sub(before, param, out=self.in_bucket(bucket, delta, piece))
+        return delta
+
+    def _bucket_shape(self, bucket: Bucket, settings: OuterSettings) -> tuple[int, ...]:
+        if settings.compressor.elementwise:
+            return (bucket.stop - bucket.start,)
+        return self.layout.shapes[bucket.pieces[0].tensor]
+
+
+class ReplicaSync:
+    """Keeps one replica in agreement with the others.
+
+    params: trainable parameters by name, each once (tied weights have one name); they are changed in place.
+    fragments: names by fragment; every parameter in exactly one. Default: one fragment.
+    companions: floating-point tensors averaged, uniformly over the contributors, whenever the last fragment lands
+    (buffers, inner Adam state). They have no anchor, so they need rounds that land at the step of their launch.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        transport: Transport,
+        settings: OuterSettings,
+        *,
+        fragments: Sequence[Sequence[str]] | None = None,
+        companions: Callable[[], list[Tensor]] = list,
+    ) -> None:
+        if not params:
+            raise ConfigError("there is no trainable parameter to sync. Set requires_grad on some before syncing.")
+        named = [list(params)] if fragments is None else [list(names) for names in fragments]
+        if sorted(name for names in named for name in names) != sorted(params) or not all(named):
+            raise ConfigError("fragments must name every trainable parameter exactly once and none may be empty.")
+        self.transport = transport
+        self.settings = settings
+        self._fragments = [_Fragment({name: params[name] for name in names}, settings) for names in named]
+        self._companions = companions
+        self._companion_flight: Flight | None = None
+
+    @property
+    def num_fragments(self) -> int:
+        return len(self._fragments)
+
+    @property
+    def round(self) -> int:
+        """Outer steps that every fragment has made."""
+        return min(fragment.count for fragment in self._fragments)
+
+    @property
+    def numel(self) -> int:
+        """Parameters that sync."""
+        return sum(fragment.layout.numel for fragment in self._fragments)
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        """Every tensor kept between rounds, by what it is for."""
+        held: dict[str, list[Tensor]] = {"anchor": [], "outer state": [], "base": [], "in flight": [], "compressor": []}
+        for fragment in self._fragments:
+            held["anchor"].append(fragment.anchor)
+            held["outer state"] += fragment.outer_state.values()
+            held["base"] += [fragment.base] if fragment.base is not None else []
+            held["in flight"] += [f.contribution for f in fragment.flights if f.contribution is not None]
+            held["compressor"] += [tensor for code in fragment.codes for tensor in code.values()]
+        return {kind: tensors for kind, tensors in held.items() if tensors}
+
+    def digest(self) -> str:
+        """xxh3-128 of the anchor, 32 hex digits; equal on all replicas."""
+        if len(self._fragments) == 1:
+            return self._fragments[0].digest.hex()
+        return xxhash.xxh3_128_hexdigest(b"".join(fragment.digest for fragment in self._fragments))
+
+    def anchor(self) -> dict[str, Tensor]:
+        """The agreed parameters by name: fp32 views, not to be written to."""
+        return {
+            name: view
+            for fragment in self._fragments
+            for name, view in zip(fragment.layout.names, fragment.views(fragment.anchor), strict=True)
+        }
+
+    def launch(
+        self,
+        index: int,
+        *,
+        weight: float = 1.0,
+        present: bool = True,
+        adopts: bool = True,
+        follow: bool = False,
+    ) -> None:
+        """Take the progress of fragment `index` and start averaging it.
+
+        weight: how much this replica counts. present: False does not count in this round. adopts: False keeps its own
+        parameters when the round lands. follow: hand in all progress, neither pruned nor compressed; see `apply`.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(
+                f"weight={weight} is not a finite number from 0; it says how much a replica counts. Use 1.0."
+            )
+        fragment = self._fragments[index]
+        ballot = Ballot(
+            round=fragment.count + len(fragment.flights) + 1,
+            digest=fragment.digest,
+            weight=weight,
+            finite=all_finite(fragment.params),
+            present=present,
+        )
+        contribution = self._take_contribution(fragment, prune=not follow) if self._must_materialise() else None
+        compressor = COMPRESSORS["identity"] if follow else self.settings.compressor
+        self._send(fragment, ballot, contribution, adopts=adopts, compressor=compressor)
+        if not follow and index == len(self._fragments) - 1:
+            self._launch_companions(ballot)
+
+    def apply(self, index: int, *, step: int, follow: bool = False) -> RoundReport:
+        """Let the oldest round of fragment `index` land after inner step `step`. Waits for it.
+
+        follow: the anchor moves by just the mean and no outer step is counted: everyone takes over what the
+        contributors have, as at the end of pretraining.
+        """
+        fragment = self._fragments[index]
+        flown = fragment.flights.popleft()
+        ballots = flown.flight.ballots()
+        weights = merge.weigh(ballots)
+        if weights[self.transport.replica] == 0:
+            self._owe_again(fragment, flown)
+        if any(weights):
+            optimizer, rule = (SGD(), replace()) if follow else (self.settings.optimizer, self.settings.adopt)
+            share = merge.received_share(ballots) if self.settings.dropped_count and not follow else 1.0
+            lr = 1.0 if follow else self.settings.lr(step)
+            self._land(fragment, flown, weights, optimizer=optimizer, rule=rule, lr=lr, share=share)
+            fragment.count += not follow
+        if not flown.ballot.finite:
+            fragment.restart()
+        traffic = flown.flight.traffic()
+        if index == len(self._fragments) - 1:
+            self._apply_companions(adopts=flown.adopts)
+        assert traffic.gram is not None
+        return RoundReport(
+            fragment=index,
+            round=fragment.count,
+            weights=weights,
+            refused=merge.refused(ballots),
+            payload_bytes=traffic.payload_bytes,
+            geometry=merge.geometry(traffic.gram, weights),
+            digest=fragment.digest.hex(),
+        )
+
+    def sent_bytes(self, index: int) -> int:
+        """Exact bytes this replica declares to send in one round of fragment `index`, companions excepted."""
+        fragment = self._fragments[index]
+        size = {"num_replicas": self.transport.num_replicas, "replica": self.transport.replica}
+        return sum(
+            self.settings.compressor.sent_bytes(fragment._bucket_shape(bucket, self.settings), **size)
+            for bucket in fragment.buckets
+        )
+
+    # --- a round takes off and lands
+
+    def _must_materialise(self) -> bool:
+        return self.settings.keep_contribution or self.settings.prune_fraction > 0
+
+    def _take_contribution(self, fragment: _Fragment, *, prune: bool) -> Tensor:
+        """The whole pseudo-gradient, flat; where unsent progress is owed, the base moves up to the parameters."""
+        contribution = torch.empty_like(fragment.anchor)
+        for bucket in fragment.buckets:
+            contribution[bucket.start : bucket.stop] = fragment.pseudo_gradient(bucket)
+        if self.settings.owes_unsent:
+            fragment.base = fragment.flat_params()
+        elif fragment.base is None:
+            for flown in fragment.flights:
+                if flown.held and flown.contribution is not None:
+                    contribution -= flown.contribution
+        if self.settings.prune_fraction and prune:
+            rule = PRUNE_RULES[self.settings.prune_rule]
+            for view in fragment.views(contribution):
+                view.copy_(rule(view, self.settings.prune_fraction))
+        return contribution
+
+    def _owe_again(self, fragment: _Fragment, flown: _InFlight) -> None:
+        """This replica did not count, or nobody did: what its launch took goes to the next one."""
+        if self.settings.owes_unsent and fragment.base is not None and flown.contribution is not None:
+            fragment.base += flown.contribution
+
+    def _send(
+        self,
+        fragment: _Fragment,
+        ballot: Ballot,
+        contribution: Tensor | None,
+        *,
+        adopts: bool,
+        compressor: Compressor,
+    ) -> None:
+        exchanges = self._exchanges(fragment, contribution, compressor)
+        flight = self.transport.launch(ballot.pack(), merge.weigh, exchanges)
+        kept = contribution if self.settings.keep_contribution else None
+        fragment.flights.append(_InFlight(flight, ballot, kept, adopts))
+
+    def _exchanges(
+        self, fragment: _Fragment, contribution: Tensor | None, compressor: Compressor
+    ) -> Iterator[Exchange]:
+        """One averaging a bucket, made when the transport asks for it, so that arithmetic and sending overlap."""
+        for bucket, code in zip(fragment.buckets, fragment.codes, strict=True):
+            span = slice(bucket.start, bucket.stop)
+            delta = fragment.pseudo_gradient(bucket) if contribution is None else contribution[span]
+            shape = fragment._bucket_shape(bucket, self.settings)
+            yield compressor.average(delta.view(shape), code)
+
+    def _land(
+        self,
+        fragment: _Fragment,
+        flown: _InFlight,
+        weights: Sequence[float],
+        *,
+        optimizer: OuterOptimizer,
+        rule: AdoptRule,
+        lr: float,
+        share: float,
+    ) -> None:
+        contributors = sum(weight > 0 for weight in weights)
+        if not flown.adopts and self.settings.own_base and fragment.base is None:
+            fragment.base = fragment.held_anchor()
+        fingerprint = xxhash.xxh3_128()
+        for number, (mean, code) in enumerate(flown.flight.results()):
+            bucket = fragment.buckets[number]
+            anchor = fragment.anchor[bucket.start : bucket.stop]
+            delta = mean.view(-1)
+            state = {name: value[bucket.start : bucket.stop] for name, value in fragment.outer_state.items()}
+            delta = delta if share == 1 else delta.mul_(share)
+            optimizer.step_(anchor, delta, state, lr=lr, count=fragment.count + 1)
+            if weights[self.transport.replica] > 0:
+                fragment.codes[number] = code
+            fingerprint.update(_bytes(anchor))
+            if flown.adopts:
+                self._adopt(fragment, bucket, rule, contributors, lr)
+        if flown.adopts and not (rule.keeps_unsent and self.settings.owes_unsent):
+            fragment.base = None
+            for other in fragment.flights:
+                other.held = False
+        fragment.digest = fingerprint.digest()
+
+    def _adopt(self, fragment: _Fragment, bucket: Bucket, rule: AdoptRule, contributors: int, lr: float) -> None:
+        span = slice(bucket.start, bucket.stop)
+        anchor = fragment.anchor[span]
+        owed = self.settings.owes_unsent and fragment.base is not None
+        if not rule.needs_progress or (rule.keeps_unsent and not owed):
+            fragment.scatter_params(bucket, anchor)
+            return
+        params = fragment.gather_params(bucket)
+        unsent = params - (anchor if fragment.base is None else fragment.base[span])
+        flying = torch.zeros_like(anchor)
+        for other in fragment.flights:
+            if other.contribution is not None:
+                flying -= other.contribution[span]
+        gain = self.settings.optimizer.gain(lr)
+        fragment.scatter_params(bucket, rule.adopt(Landing(anchor, params, unsent, flying, contributors, gain)))
+        if rule.keeps_unsent and fragment.base is not None:
+            torch.sub(fragment.gather_params(bucket), unsent, out=fragment.base[span])
+
+    # --- companions
+
+    def _launch_companions(self, ballot: Ballot) -> None:
+        companions = self._companions()
+        if not companions:
+            return
+        if self.settings.keep_contribution:
+            raise ConfigError(
+                "companions (buffers, inner optimizer state) cannot be averaged in rounds that land after launch.\n"
+                "Use delay=0, or leave the averaging of buffers and inner state out."
+            )
+        healthy = replace_field(ballot, finite=ballot.finite and all_finite(companions))
+        averages = (_average_plain(tensor) for tensor in companions)
+        self._companion_flight = self.transport.launch(healthy.pack(), _weigh_alike, averages)
+
+    def _apply_companions(self, *, adopts: bool) -> None:
+        if self._companion_flight is None:
+            return
+        if any(_weigh_alike(self._companion_flight.ballots())):
+            for tensor, (mean, _) in zip(self._companions(), self._companion_flight.results(), strict=True):
+                if adopts:
+                    tensor.copy_(mean)
+        self._companion_flight.traffic()  # waits for the last messages
+        self._companion_flight = None
+
+    # --- state
+
+    def shared_state(self) -> dict[str, object]:
+        """What all replicas hold alike, besides the anchor: outer state by parameter name, and outer step counts."""
+        return {
+            "outer": {
+                f"{key}.{name}": view
+                for fragment in self._fragments
+                for key, value in fragment.outer_state.items()
+                for name, view in zip(fragment.layout.names, fragment.views(value), strict=True)
+            },
+            "counts": [fragment.count for fragment in self._fragments],
+        }
+
+    def load_shared_state(self, anchor: Mapping[str, Tensor], state: Mapping[str, object]) -> None:
+        """Take over an agreed anchor (by name, full shapes) and the outer state that belongs to it."""
+        outer = state["outer"]
+        counts = state["counts"]
+        assert isinstance(outer, Mapping) and isinstance(counts, Sequence)
+        for fragment, count in zip(self._fragments, counts, strict=True):
+            _fill(fragment.layout, fragment.views(fragment.anchor), anchor, "")
+            for key, value in fragment.outer_state.items():
+                _fill(fragment.layout, fragment.views(value), outer, f"{key}.")
+            fragment.count = count
+            fragment.digest = _digest([fragment.anchor])
+
+    def replica_state(self) -> dict[str, object]:
+        """What is this replica's own: bases, compressor state, rounds in flight. Their owner saves the parameters."""
+        return {
+            "fragments": [
+                {
+                    "base": fragment.base,
+                    "codes": fragment.codes,
+                    "flights": [
+                        {
+                            "ballot": flown.ballot.pack().hex(),
+                            "contribution": flown.contribution,
+                            "adopts": flown.adopts,
+                            "held": flown.held,
+                        }
+                        for flown in fragment.flights
+                    ],
+                }
+                for fragment in self._fragments
+            ]
+        }
+
+    def load_replica_state(self, state: Mapping[str, object]) -> None:
+        """Take over this replica's own state and launch again what was in flight, with the same contributions."""
+        saved = state["fragments"]
+        assert isinstance(saved, Sequence)
+        for fragment, item in zip(self._fragments, saved, strict=True):
+            fragment.base = item["base"]
+            fragment.codes = item["codes"]
+            fragment.flights.clear()
+            for flown in item["flights"]:
+                ballot = Ballot.unpack(bytes.fromhex(flown["ballot"]))
+                compressor = self.settings.compressor
+                self._send(fragment, ballot, flown["contribution"], adopts=flown["adopts"], compressor=compressor)
+                fragment.flights[-1].held = flown["held"]
+
+
+def _fill(layout: Layout, views: Sequence[Tensor], source: Mapping[str, Tensor], prefix: str) -> None:
+    for name, view in zip(layout.names, views, strict=True):
+        if prefix + name not in source or source[prefix + name].shape != view.shape:
+            raise CheckpointError(
+                f"the saved state has no {prefix + name!r} of shape {tuple(view.shape)}; it belongs to another model. "
+                "Resume with the model it was saved from."
+            )
+        view.copy_(source[prefix + name])
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor holds a NaN or an infinity; the extremes tell (a NaN is both), in one pass at memory speed."""
+    extremes = [value for tensor in tensors if tensor.numel() for value in torch.aminmax(tensor)]
+    return not extremes or bool(torch.stack([value.to(torch.float64) for value in extremes]).isfinite().all())
+
+
+def _bytes(tensor: Tensor) -> memoryview | bytes:
+    array = tensor.detach().cpu().numpy()
+    return array.data.cast("B") if array.size else b""
+
+
+def _digest(tensors: Iterable[Tensor]) -> bytes:
+    fingerprint = xxhash.xxh3_128()
+    for tensor in tensors:
+        fingerprint.update(_bytes(tensor))
+    return fingerprint.digest()
+
+
+def _weigh_alike(packed: Sequence[bytes]) -> list[float]:
+    return [float(weight > 0) for weight in merge.weigh(packed)]
+
+
+def _average_plain(tensor: Tensor) -> Exchange:
+    return COMPRESSORS["identity"].average(tensor.detach().to(torch.float32), {})
