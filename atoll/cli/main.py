@@ -1,0 +1,170 @@
+"""`atoll`: the commands, and what becomes of errors.
+
+Exit codes: 0 done; 1 a bug, with a traceback; 2 settings or usage; 3 unreachable or refused; 75 told to end (SIGTERM),
+saved; 130 interrupted (Ctrl-C).
+
+Everything heavy is imported by the command that needs it: `atoll --help` and a typing error answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+import atoll
+from atoll.errors import AtollError
+
+INTERRUPTED, PREEMPTED, CLOSED_PIPE = 130, 75, 141
+
+# Everything after the command is a setting of the run: click hands it on as it is.
+SETTINGS = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(atoll.__version__, "--version", message="atoll %(version)s")
+def cli() -> None:
+    """Train one language model on islands of accelerators joined by slow links.
+
+    \b
+    atoll demo                                  see it work: DiLoCo against two baselines, minutes
+    atoll train quickstart --replicas 2         train; flags change any setting
+    atoll train runs/x --resume auto            go on with a run that was stopped
+    atoll generate runs/x -p "def main():"      text from the newest checkpoint of a run
+    atoll export runs/x model                   a plain Hugging Face folder
+    atoll doctor                                is this machine ready?
+    """
+
+
+@cli.command(context_settings=SETTINGS, short_help="Train a model; `atoll train --help` lists all settings.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def train(args: tuple[str, ...]) -> None:
+    """Train a model from a recipe or a file of settings, changed by flags."""
+    if "--help" in args or "-h" in args:
+        from atoll.cli.settings_help import print_train_help
+
+        return print_train_help()
+    from atoll.cli.train import train as run
+
+    run(args)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True}, short_help="See it work, in minutes.")
+@click.option("--quick", is_flag=True, help="A smaller model and fewer steps: half a minute.")
+@click.option("--output-dir", default="runs/demo", show_default=True, help="Where the runs and the report go.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def demo(args: tuple[str, ...], quick: bool, output_dir: str) -> None:
+    """Train DiLoCo with four replicas on this machine, one replica alone, and data parallelism, and compare them.
+
+    Needs no download and no account: the corpus is the Python code found on this machine. Any other setting of `atoll
+    train` may follow and holds for all three runs.
+    """
+    from atoll.train.fork_server import start_fork_server
+
+    start_fork_server()  # it loads torch for the workers while the next line does so for this process
+    from atoll.cli.demo import demo as run
+
+    run(args, quick=quick, output_dir=Path(output_dir))
+
+
+@cli.command(short_help="Text from a trained model.")
+@click.argument("run")
+@click.option("-p", "--prompt", default="", help="What the text begins with.")
+@click.option("--max-new-tokens", default=200, show_default=True, help="Tokens to add at most.")
+@click.option("--temperature", default=0.8, show_default=True, help="0: the likeliest token each time.")
+@click.option("--top-k", default=0, show_default=True, help="Draw from the k likeliest tokens; 0: from all.")
+@click.option("--seed", default=0, show_default=True, help="The same seed writes the same text.")
+def generate(run: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int, seed: int) -> None:
+    """Print PROMPT and what a model makes of it.
+
+    RUN is a run folder (its newest checkpoint is taken), a checkpoint, or a Hugging Face folder.
+
+    \b
+    atoll generate runs/quickstart -p "def main():"
+    atoll generate runs/quickstart/checkpoints/step-000500 -p "import" --temperature 0
+    """
+    from atoll.cli.models import generate as write_text
+
+    write_text(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+
+
+@cli.command(short_help="A trained model as a plain Hugging Face folder.")
+@click.argument("run")
+@click.argument("folder")
+def export(run: str, folder: str) -> None:
+    """Write the model and the tokenizer of RUN to FOLDER, for AutoModelForCausalLM and AutoTokenizer.
+
+    RUN is a run folder (its newest checkpoint is taken) or a checkpoint. FOLDER must be new or empty.
+
+    \b
+    atoll export runs/quickstart my-model
+    """
+    from atoll.cli.models import export as write_folder
+
+    write_folder(run, Path(folder))
+
+
+@cli.command(short_help="Is this machine ready to train?")
+@click.option("--output-dir", default="runs", show_default=True, help="Where runs will be written.")
+def doctor(output_dir: str) -> int:
+    """Look at what training needs: versions, devices, the network on this machine, disk, data.
+
+    One line each: ok, warn or fail, with the next command to give. The exit code is 2 if anything failed.
+    """
+    from atoll.cli.doctor import doctor as examine
+
+    return examine(Path(output_dir))
+
+
+# --- the way out ---
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code; a bug is left to Python, with its traceback."""
+    try:
+        code = cli.main(args, prog_name="atoll", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        return _fail(_usage(error), 2)
+    except AtollError as error:
+        return _end_run(error)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted.", INTERRUPTED, label="")
+    except BrokenPipeError:
+        _forget_output()
+        return CLOSED_PIPE
+
+
+def _end_run(error: AtollError) -> int:
+    """Say why a run ended; one that was told to stop did not fail."""
+    stopped = error.exit_code in (INTERRUPTED, PREEMPTED)
+    return _fail(str(error), error.exit_code, label="" if stopped else "error: ")
+
+
+def _usage(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f" See {context.command_path} --help." if context is not None else ""
+    return error.format_message() + hint
+
+
+def _fail(message: str, code: int, *, label: str = "error: ") -> int:
+    try:
+        sys.stdout.flush()
+        print(f"{label}{message}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _forget_output()
+    return code
+
+
+def _forget_output() -> None:
+    """Who read along has left: what is still to be written goes nowhere, or Python would complain at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())

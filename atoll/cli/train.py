@@ -1,0 +1,53 @@
+"""`atoll train`: from flags to a finished run and its report."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from atoll.cli.flags import settings_from
+from atoll.train.checkpoint import prepare_run_dir
+from atoll.train.config import TrainConfig, build_config
+from atoll.train.console import print_line
+from atoll.train.folder import refuse_taken
+from atoll.train.launch import run_workers, under_torchrun, work_in_engine
+
+
+def train(args: Sequence[str]) -> None:
+    """Train as `args` say, then write the report and say what can be done next."""
+    config = build_config(settings_from(args))
+    if under_torchrun():
+        run_in_this_process(config)
+    else:
+        run(config)
+    if int(os.environ.get("RANK", "0")) == 0 or not under_torchrun():
+        _conclude(config, command=shlex.join(["atoll", "train", *args]))
+
+
+def run(config: TrainConfig) -> None:
+    """Train with the engine that `config` names; a run folder that cannot be used is told before anything is loaded."""
+    refuse_taken(config)
+    prepare_run_dir(config.output_dir, warn=print_line)
+    if config.engine == "local" or config.replicas == 1:
+        run_in_this_process(config)
+    else:
+        run_workers(config, work_in_engine)
+
+
+def run_in_this_process(config: TrainConfig) -> None:
+    """Train here: all replicas, or the one that torchrun started this process for."""
+    from atoll.train import engine
+
+    engine.run(config)
+
+
+def _conclude(config: TrainConfig, *, command: str) -> None:
+    from atoll.train.report import summarise, write_report
+
+    run_dir = Path(config.output_dir)
+    report = write_report({run_dir.name: summarise(run_dir)}, run_dir, command=command)
+    print_line(f"report: {report}")
+    prompt = "def " if config.data.source == "python" else "The "
+    print_line(f"next: atoll generate {shlex.quote(str(run_dir))} -p {shlex.quote(prompt)}")
