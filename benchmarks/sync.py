@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from atoll.comm.torchdist import LAG, TorchDistTransport
-from atoll.train.memory import keep_freed_memory
+from atoll.train.allocator import keep_freed_memory
 from atoll.train.sync import BUCKET_ELEMENTS, OuterSettings, ReplicaSync
 
 SIDE = 2048  # parameters are matrices of SIDE x SIDE, and one vector with the rest

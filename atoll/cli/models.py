@@ -27,13 +27,11 @@ def export(run: str, folder: Path) -> None:
     source = find_model(run)
     _refuse_full(folder)
     from atoll.data import load_tokenizer
-    from atoll.models import load_model, without_progress_bars
+    from atoll.models import load_model, save_model
 
     model, tokenizer = load_model(source), load_tokenizer(source)
     with _whole_folder(folder) as part:
-        with without_progress_bars():
-            model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        save_model(model, tokenizer, part)
     parameters = sum(param.numel() for param in model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters of {source} written to {folder}")
     print(f"in Python: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
@@ -97,8 +95,6 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
         yield part
-        for file in part.iterdir():
-            file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read what it writes
         os.replace(part, folder)
     except OSError as error:
         raise StorageError(
@@ -106,12 +102,6 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def _refuse_full(folder: Path) -> None:

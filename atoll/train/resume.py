@@ -9,16 +9,15 @@ state.json                                         step, the settings that matte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from atoll.errors import CheckpointError
-from atoll.models import without_progress_bars
+from atoll.models import save_model
 from atoll.train.checkpoint import CheckpointWriter, load_json, load_state, refuse_other_config
 from atoll.train.config import essential
 
@@ -49,20 +48,6 @@ def save_run(run: Run, step: int) -> None:
         writer.commit(expected_files=[*names, OUTER, STATE, "config.json", "model.safetensors"])
         run.output.line(f"saved {writer.folder.name} to {writer.folder}")
     run.barrier()
-
-
-def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path, *, weights: Mapping[str, Tensor]
-) -> None:
-    """Write `model` with `weights` for its trainable parameters as a Hugging Face folder; `model` is left as it is."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    state = {
-        key: weights.get(names.get(id(value), ""), value.detach())
-        for key, value in model.state_dict(keep_vars=True).items()
-    }
-    with without_progress_bars():
-        model.save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
 
 
 def resume_run(run: Run, folder: Path) -> None:

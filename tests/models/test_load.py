@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atoll.errors import CheckpointError
-from atoll.models import FAMILIES, build_model, load_model, without_progress_bars
+from atoll.models import FAMILIES, build_model, load_model
+from atoll.models.load import without_progress_bars
 from atoll.train.config import ModelConfig
 
 TOKENS = torch.arange(12).reshape(1, 12)
