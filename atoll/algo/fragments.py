@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Layout:
     @property
     def offsets(self) -> list[int]:
         """Where each tensor begins in the flat buffer."""
-        return [sum(self.numels[:i]) for i in range(len(self.shapes))]
+        return list(accumulate(self.numels, initial=0))[:-1]
 
 
 def buckets(layout: Layout, capacity: int) -> list[Bucket]:

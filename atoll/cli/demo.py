@@ -36,7 +36,7 @@ from atoll.train.metrics import perplexity
 from atoll.train.stopping import Interrupted
 
 if TYPE_CHECKING:
-    from atoll.train.report import RunSummary
+    from atoll.train.summary import RunSummary
 
 PROMPT = "def "
 SAMPLE_TOKENS = 240
@@ -157,7 +157,8 @@ def _send_sample(run_dir: str, pipe: Connection) -> None:
 
 
 def _conclude(contenders: Sequence[Contender], folder: Path, *, sample: str, command: str) -> None:
-    from atoll.train.report import bytes_finding, loss_finding, summarise, write_report
+    from atoll.train.report import write_report
+    from atoll.train.summary import bytes_finding, loss_finding, summarise
 
     runs = {contender.name: summarise(folder / contender.folder) for contender in contenders}
     subject = contenders[0].name

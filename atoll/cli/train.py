@@ -44,7 +44,8 @@ def run_in_this_process(config: TrainConfig) -> None:
 
 
 def _conclude(config: TrainConfig, *, command: str) -> None:
-    from atoll.train.report import summarise, write_report
+    from atoll.train.report import write_report
+    from atoll.train.summary import summarise
 
     run_dir = Path(config.output_dir)
     report = write_report({run_dir.name: summarise(run_dir)}, run_dir, command=command)

@@ -134,7 +134,7 @@ def test_a_demo_never_writes_where_something_is(tmp_path: Path) -> None:
 
 
 def test_results_table_has_a_row_for_each_run(trained: Path) -> None:
-    from atoll.train.report import summarise
+    from atoll.train.summary import summarise
 
     table = results_table({"one": summarise(trained), "two": summarise(trained)})
     assert table.row_count == 2

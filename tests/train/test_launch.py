@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from train import workers
 from train.tiny import LLAMA, but, checkpoint, contents, history, metrics, tiny_config, train_tiny
@@ -40,10 +39,12 @@ def pids(config: TrainConfig) -> list[int]:
     return [int(text) for text in texts if text]
 
 
+def ps(pid: int, column: str) -> str:
+    return subprocess.run(["ps", "-o", f"{column}=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+
+
 def is_gone(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
+    return ps(pid, "stat")[:1] in ("", "Z")
 
 
 def steps_logged(config: TrainConfig) -> dict[int, int]:
@@ -160,17 +161,17 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: len(pids(config)) == 2, "the workers")
-        family = psutil.Process(launcher.pid).children(recursive=True)
-        assert {process.pid for process in family} >= set(pids(config))
+        family = {*pids(config), *(int(ps(pid, "ppid")) for pid in pids(config))}  # the fork server too
+        assert len(family) == 3 and not any(is_gone(pid) for pid in family)
     finally:
         launcher.kill()
         launcher.wait()
     try:
-        wait_until(lambda: all(is_gone(process.pid) for process in family), "the workers outlive their launcher")
+        wait_until(lambda: all(is_gone(pid) for pid in family), "the workers outlive their launcher")
     finally:
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_there_is_time_to_save_before_workers_are_ended() -> None:

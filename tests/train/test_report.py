@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from atoll.errors import ConfigError, StorageError
-from atoll.train import report
+from atoll.train import plots, report
+from atoll.train import summary as summaries
 from atoll.train.metrics import EvalEvent, FaultEvent, MetricsWriter, RoundEvent, StepEvent
-from atoll.train.report import Point, RunSummary
+from atoll.train.summary import Point, RunSummary, bytes_finding, loss_finding
 
 DILOCO, ALONE, PARALLEL = "DiLoCo, 4 replicas", "one replica", "data parallel"
 
@@ -93,7 +94,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_summary_adds_up_what_the_metrics_say(run_dir: Path) -> None:
-    run = report.summarise(run_dir)
+    run = summaries.summarise(run_dir)
     assert (run.steps, run.rounds, run.replicas, run.role) == (4, 2, 2, "diloco")
     assert run.settings["model.hidden_size"] == 8
     assert (run.sent_bytes, run.sent_bytes_all, run.tokens) == (200, 400, 80)
@@ -103,7 +104,7 @@ def test_a_summary_adds_up_what_the_metrics_say(run_dir: Path) -> None:
 
 
 def test_each_loss_stands_at_its_step_and_at_the_bytes_sent_until_then(run_dir: Path) -> None:
-    run = report.summarise(run_dir)
+    run = summaries.summarise(run_dir)
     assert run.evals == [Point(2, 3.0, 100), Point(4, 2.0, 200)]
     assert run.curve == [
         Point(1, 4.5, 0),
@@ -119,27 +120,27 @@ def test_a_run_without_rounds_takes_its_time_from_its_steps(run_dir: Path) -> No
             writer.write(
                 StepEvent(step=tokens, replica=0, loss=1.0, grad_norm=1.0, lr=0.1, tokens=tokens, tokens_per_s=rate)
             )
-    run = report.summarise(run_dir)
+    run = summaries.summarise(run_dir)
     assert (run.wall_s, run.utilisation, run.digest, run.sent_bytes) == (4.0, None, "", 0)
 
 
 def test_smoothing_keeps_a_constant_and_the_steps() -> None:
     points = [Point(step, 2.0, 0) for step in range(100)]
-    assert report._smooth(points) == points
+    assert summaries._smooth(points) == points
     noisy = [Point(step, 2.0 + (-1) ** step, 0) for step in range(100)]
-    assert max(abs(point.loss - 2.0) for point in report._smooth(noisy)[10:]) < 0.25
+    assert max(abs(point.loss - 2.0) for point in summaries._smooth(noisy)[10:]) < 0.25
 
 
 @pytest.mark.parametrize(("name", "text"), [("config.toml", "= ="), ("metrics.jsonl", "broken\n")])
 def test_a_broken_file_of_a_run_is_named(run_dir: Path, name: str, text: str) -> None:
     (run_dir / name).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(name)):
-        report.summarise(run_dir)
+        summaries.summarise(run_dir)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.toml cannot be read"):
-        report.summarise(tmp_path / "nothing")
+        summaries.summarise(tmp_path / "nothing")
 
 
 # --- findings ---
@@ -147,30 +148,30 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 
 def test_findings_follow_the_numbers_when_diloco_wins() -> None:
     runs = three(diloco=2.2, alone=2.4, parallel=2.25)
-    assert report.loss_finding(runs) == (
+    assert loss_finding(runs) == (
         "DiLoCo, 4 replicas ends with a loss 0.200 lower than one replica and 0.050 lower than data parallel "
         "after 600 steps"
     )
-    assert report.bytes_finding(runs) == "DiLoCo, 4 replicas sends 50x less than data parallel, for a loss 0.050 lower"
+    assert bytes_finding(runs) == "DiLoCo, 4 replicas sends 50x less than data parallel, for a loss 0.050 lower"
 
 
 def test_findings_follow_the_numbers_when_diloco_loses() -> None:
     runs = three(diloco=2.6, alone=2.4, parallel=2.25)
     runs[PARALLEL] = replace(runs[PARALLEL], sent_bytes=24_000_000)
-    assert "0.200 higher than one replica and 0.350 higher than data parallel" in report.loss_finding(runs)
-    assert report.bytes_finding(runs) == "DiLoCo, 4 replicas sends 2x more than data parallel, for a loss 0.350 higher"
+    assert "0.200 higher than one replica and 0.350 higher than data parallel" in loss_finding(runs)
+    assert bytes_finding(runs) == "DiLoCo, 4 replicas sends 2x more than data parallel, for a loss 0.350 higher"
 
 
 def test_losses_that_cannot_be_told_apart_are_called_the_same() -> None:
     runs = three(diloco=2.251, parallel=2.25)
-    assert "level with data parallel" in report.loss_finding(runs)
-    assert report.bytes_finding(runs).endswith("for the same loss (2.251)")
+    assert "level with data parallel" in loss_finding(runs)
+    assert bytes_finding(runs).endswith("for the same loss (2.251)")
 
 
 def test_runs_of_different_lengths_are_compared_where_the_shorter_ends() -> None:
     short = replace(summary(replicas=1), evals=[Point(100, 3.0, 0), Point(200, 2.0, 0)])
     long = replace(summary(), evals=[Point(100, 3.0, 1), Point(300, 1.0, 2)])
-    assert report.loss_finding({DILOCO: long, ALONE: short}).endswith("level with one replica after 200 steps")
+    assert loss_finding({DILOCO: long, ALONE: short}).endswith("level with one replica after 200 steps")
 
 
 @pytest.mark.parametrize(
@@ -179,21 +180,21 @@ def test_runs_of_different_lengths_are_compared_where_the_shorter_ends() -> None
 )
 def test_one_run_alone_says_how_its_loss_went(losses: tuple[float, float], says: str) -> None:
     run = replace(summary(), evals=[Point(0, losses[0], 0), Point(600, losses[1], 1)])
-    assert report.loss_finding({"mine": run}).startswith(f"Held-out loss {says} in 600 steps, from {losses[0]:.3f}")
+    assert loss_finding({"mine": run}).startswith(f"Held-out loss {says} in 600 steps, from {losses[0]:.3f}")
 
 
 def test_one_evaluation_is_no_course() -> None:
-    assert report.loss_finding({"mine": summary(points=1)}) == "Held-out loss 2.300 after 600 steps"
+    assert loss_finding({"mine": summary(points=1)}) == "Held-out loss 2.300 after 600 steps"
 
 
 def test_without_evaluations_the_training_loss_is_named_as_such() -> None:
     runs = {DILOCO: summary(), ALONE: summary(replicas=1, evaluated=False)}
-    assert report.series_of(runs).kind == "training loss"
+    assert summaries.series_of(runs).kind == "training loss"
 
 
 def test_nothing_recorded_finds_nothing() -> None:
     empty = replace(summary(), curve=[], evals=[], sent_bytes=0)
-    assert report.loss_finding({"mine": empty}) == report.bytes_finding({"mine": empty}) == ""
+    assert loss_finding({"mine": empty}) == bytes_finding({"mine": empty}) == ""
 
 
 # --- pictures ---
@@ -205,7 +206,7 @@ def names_in(figure: Figure) -> dict[str, Text]:
 
 
 @pytest.mark.parametrize("width_in", [5.0, 8.5])
-@pytest.mark.parametrize("plot", [report.plot_loss_by_steps, report.plot_loss_by_bytes])
+@pytest.mark.parametrize("plot", [plots.plot_loss_by_steps, plots.plot_loss_by_bytes])
 @pytest.mark.parametrize("diloco", [2.2, 2.25, 2.399, 3.0])
 def test_every_line_is_named_inside_the_picture_and_no_two_names_touch(
     plot: Callable[..., Figure], width_in: float, diloco: float
@@ -223,15 +224,15 @@ def test_every_line_is_named_inside_the_picture_and_no_two_names_touch(
 
 def test_a_role_has_one_colour_in_all_pictures_and_no_two_lines_share_one() -> None:
     runs = three()
-    colours = report.colours_of(runs | {"DiLoCo, int8": summary()})
-    assert colours[DILOCO] == report.colours_of({DILOCO: runs[DILOCO]})[DILOCO]
+    colours = plots.colours_of(runs | {"DiLoCo, int8": summary()})
+    assert colours[DILOCO] == plots.colours_of({DILOCO: runs[DILOCO]})[DILOCO]
     assert len(set(colours.values())) == 4
-    for plot in (report.plot_loss_by_steps, report.plot_loss_by_bytes):
-        assert {name: text.get_color() for name, text in names_in(plot(runs)).items()} == report.colours_of(runs)
+    for plot in (plots.plot_loss_by_steps, plots.plot_loss_by_bytes):
+        assert {name: text.get_color() for name, text in names_in(plot(runs)).items()} == plots.colours_of(runs)
 
 
 def test_a_run_that_sends_nothing_is_a_level_line() -> None:
-    figure = report.plot_loss_by_bytes(three(alone=2.4))
+    figure = plots.plot_loss_by_bytes(three(alone=2.4))
     (level,) = [line for line in figure.axes[0].lines if np.ptp(line.get_ydata()) == 0]
     assert np.all(np.asarray(level.get_ydata()) == 2.4)
     assert names_in(figure)[ALONE].get_text() == "one replica\n2.400, sends nothing"
@@ -239,13 +240,13 @@ def test_a_run_that_sends_nothing_is_a_level_line() -> None:
 
 def test_titles_are_the_findings() -> None:
     runs = three()
-    (title,) = report.plot_loss_by_bytes(runs).texts
-    assert title.get_text().replace("\n", " ") == report.bytes_finding(runs)
+    (title,) = plots.plot_loss_by_bytes(runs).texts
+    assert title.get_text().replace("\n", " ") == bytes_finding(runs)
 
 
 def test_the_arrow_is_drawn_only_for_a_real_saving() -> None:
     def arrows(runs: dict[str, RunSummary]) -> list[str]:
-        return [text.get_text() for text in report.plot_loss_by_bytes(runs).axes[0].texts if "less" in text.get_text()]
+        return [text.get_text() for text in plots.plot_loss_by_bytes(runs).axes[0].texts if "less" in text.get_text()]
 
     runs = three()
     assert arrows(runs) == ["50x less"]
@@ -257,7 +258,7 @@ def test_the_arrow_is_drawn_only_for_a_real_saving() -> None:
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_short_and_long_runs_are_drawn(points: int, evaluated: bool) -> None:
     runs = {"a $x_1$ run": summary(points=points, evaluated=evaluated)}
-    for plot in (report.plot_loss_by_steps, report.plot_loss_by_bytes):
+    for plot in (plots.plot_loss_by_steps, plots.plot_loss_by_bytes):
         plot(runs).draw_without_rendering()
 
 
