@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -219,6 +219,10 @@ def final_points() -> Iterator[Point]:
                     yield replace(alone, **shape | {"replicas": 1, "steps": STEPS * length * replicas})
 
 
+def cheapest_first(points: Iterable[Point]) -> list[Point]:
+    return sorted(points, key=lambda point: point.replicas * point.steps * point.batch)
+
+
 def batch_points() -> Iterator[Point]:
     for factor in (1, 2, 4):
         for chosen in (best("alone"), best("batch"), best("diloco")):
@@ -243,7 +247,7 @@ def main() -> None:
         chosen = {method: best(method) for method in ("alone", "batch", "diloco")}
         write_table({method: tuned(point) for method, point in chosen.items()}, tuple(STEPS * n for n in LENGTHS))
         return
-    waiting = list(STAGES[stage]())
+    waiting = cheapest_first(STAGES[stage]())
     while waiting:
         waiting = [point for point in waiting if runner.run(point) is None]
         time.sleep(1)

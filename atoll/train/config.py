@@ -191,8 +191,10 @@ def essential(config: TrainConfig) -> dict[str, Any]:
 
 
 def write_config_file(config: TrainConfig, path: str | Path) -> None:
-    """Write every setting of `config` as TOML."""
-    Path(path).write_text(tomlkit.dumps(config.model_dump()), encoding="utf-8")
+    """Write every setting of `config` as TOML, whole or not at all."""
+    draft = Path(path).with_suffix(".partial")
+    draft.write_text(tomlkit.dumps(config.model_dump()), encoding="utf-8")
+    draft.replace(path)
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class GradientSync:
         self._layout = Layout(tuple(params), tuple(tuple(p.shape) for p in self._tensors), whole)
         self._buckets = buckets(self._layout, BUCKET_ELEMENTS)
         self._flight: Flight | None = None
+        self._digest = ""
 
     def digest(self) -> str:
         """xxh3-128 of the parameters, 32 hex digits; equal on all replicas."""
@@ -56,7 +57,8 @@ class GradientSync:
     def launch(self, weight: float) -> None:
         """Start averaging the gradients this replica holds."""
         grads = [param.grad for param in self._tensors if param.grad is not None]
-        ballot = Ballot(self.round + 1, b"\0" * 16, weight, finite=all_finite(grads))
+        self._digest = self.digest()  # of the weights these gradients belong to: the ballots compare it
+        ballot = Ballot(self.round + 1, bytes.fromhex(self._digest), weight, finite=all_finite(grads))
         self._flight = self.transport.launch(ballot.pack(), merge.weigh, self._exchanges())
 
     def apply(self) -> RoundReport:
@@ -72,7 +74,8 @@ class GradientSync:
         assert traffic.gram is not None
         self.round += 1
         geometry = merge.geometry(traffic.gram, weights)
-        return RoundReport(0, self.round, weights, merge.refused(ballots), traffic.payload_bytes, geometry, "")
+        refused = merge.refused(ballots)
+        return RoundReport(0, self.round, weights, refused, traffic.payload_bytes, geometry, self._digest)
 
     def shared_state(self) -> dict[str, object]:
         return {"outer": {}, "counts": [self.round]}

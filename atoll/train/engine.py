@@ -1,8 +1,10 @@
 """Two engines behind one seam: all replicas in this process (`local`), or a process a replica (`torchdist`).
 
-atoll train --engine local       M replicas take turns in one process
-atoll train --replicas M         this process starts M workers on this machine and looks after them
-torchrun ... -m atoll train      torchrun started the workers; each is one replica
+Which one runs:
+
+    atoll train --engine local       M replicas take turns in one process
+    atoll train --replicas M         this process starts M workers on this machine and looks after them
+    torchrun ... -m atoll train      torchrun started the workers; each is one replica
 """
 
 from __future__ import annotations

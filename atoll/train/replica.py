@@ -58,7 +58,6 @@ class Replica:
         self.device = device
         self.tokens = 0
         self.tokens_at_sync = 0
-        self.inner_seconds = 0.0
         self.optimizer = build_inner_optimizer(self.trainable(), config)
         self._random_state = _fresh_random_state(config.seed * 10_007 + index, device)
         self._loss = torch.zeros((), device=device)
@@ -97,7 +96,6 @@ class Replica:
             self.optimizer.step()
         loss = float(self._loss)
         seconds = self._seconds + time.perf_counter() - began
-        self.inner_seconds += seconds
         return StepReport(self.index, step, loss, norm, lr, self.tokens, seconds, not finite)
 
     def lr(self, step: int) -> float:

@@ -1,10 +1,12 @@
 """What a checkpoint of a run holds, and how a run goes on from one.
 
-config.json, model.safetensors, tokenizer files    the anchor, as `AutoModelForCausalLM.from_pretrained` loads it
-outer.safetensors                                  outer state and outer step counts
-replica-0.safetensors, ...                         each replica's parameters, inner state, data position, random
-                                                   numbers, bases, compressor state and rounds in flight
-state.json                                         step, the settings that matter, the last evaluation
+The files:
+
+    config.json, model.safetensors, tokenizer files    the anchor, as transformers' `from_pretrained` loads it
+    outer.safetensors                                  outer state and outer step counts
+    replica-0.safetensors, ...                         each replica's parameters, inner state, data position, random
+                                                       numbers, bases, compressor state and rounds in flight
+    state.json                                         step, the settings that matter, the last evaluation
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def save_run(run: Run, step: int) -> None:
         model = lead.replica.model
         assert isinstance(model, PreTrainedModel)
         anchor = lead.sync.anchor()
-        writer.save_files(lambda folder: save_model(model, run.tokenizer, folder, weights=anchor))
+        writer.save_files(lambda folder: save_model(model, run.data.tokenizer, folder, weights=anchor))
         writer.save_state(OUTER, lead.sync.shared_state())
         writer.save_json(STATE, _summary(run, step))
     run.barrier()

@@ -15,12 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-
 from atoll.algo.merge import WEIGHTS, Ballot, weigh
 from atoll.algo.participation import active_replicas, is_dropped
 from atoll.algo.schedule import Apply, Event, Launch, Schedule
+from atoll.data import TextData
+from atoll.errors import DataError
 from atoll.exchange import mean_sent_bytes
 from atoll.train.config import TrainConfig
 from atoll.train.console import Console
@@ -71,8 +70,7 @@ class Run:
         members: Sequence[Member],
         *,
         schedule: Schedule,
-        held_out: Tensor,
-        tokenizer: PreTrainedTokenizerBase,
+        data: TextData,
         output: Output,
         stopper: Stopper,
         signals: Signals,
@@ -80,12 +78,12 @@ class Run:
         self.config = config
         self.members = list(members)
         self.schedule = schedule
-        self.tokenizer = tokenizer
+        self.data = data
         self.output = output
         self.step = 0
         self.last_eval_step = 0
         self.saved_step = -1
-        self._held_out = held_out[: config.eval_sequences]
+        self._held_out = data.held_out[: config.eval_sequences]
         self._stopper = stopper
         self._signals = signals
         self._num_rounds = math.ceil((config.max_steps - config.pretrain_steps) / config.inner_steps)
@@ -278,9 +276,15 @@ class Run:
             self.output.metrics.close()
 
     def check_same_start(self) -> None:
-        """Raise DesyncError unless all replicas begin from the same anchor."""
+        """Raise DesyncError unless all replicas begin from one anchor, DataError unless they have the same data."""
         digests = [bytes.fromhex(member.sync.digest()) for member in self.members]
         weigh([Ballot(self.step, digest, 1.0).pack() for digest in self.exchange(digests)])
+        corpora = [text.decode() for text in self.exchange([self.data.digest.encode()] * len(self.members))]
+        if len(set(corpora)) > 1:
+            raise DataError(
+                f"replicas found different data (digests {', '.join(text[:8] for text in corpora)}).\n"
+                'Give all machines the same data.source; the "python" corpus needs the same package versions.'
+            )
 
     # --- inside
 

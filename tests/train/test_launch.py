@@ -168,10 +168,11 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         launcher.wait()
     try:
         wait_until(lambda: all(is_gone(pid) for pid in family), "the workers outlive their launcher")
-    finally:
+    except TimeoutError:
         for pid in family:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def test_there_is_time_to_save_before_workers_are_ended() -> None:
