@@ -3,6 +3,7 @@
     python benchmarks/loss.py tune       find inner and outer settings for each side (M=4, shortest length, one seed)
     python benchmarks/loss.py final      3 seeds, M = 2, 4, 8, lengths x1, x2, x4, from scratch and pretrained
     python benchmarks/loss.py batch      how the gap closes with the batch of a replica (M=4, shortest length)
+    python benchmarks/loss.py inner-steps, quickstart       the inner steps of a round; the settings of that recipe
     python benchmarks/loss.py table      results/loss.md, results/loss.png from what has run
 
 Each run is kept as one JSON file in benchmarks/results/loss, and is not run again: a benchmark that was stopped goes on
@@ -45,6 +46,7 @@ PRETRAIN_SEED = 100
 LEARNING_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3)
 OUTER = ((1.0, 0.0), (0.7, 0.6), (0.9, 0.3), (0.6, 0.8))
 OUTER_FINE = ((1.2, 0.0), (0.9, 0.1))  # around the best of those, at the best inner rate
+OUTER_OF_EIGHT = ((0.9, 0.1), (1.2, 0.2))  # eight replicas: does a longer outer step do better?
 
 
 @dataclass(frozen=True)
@@ -189,11 +191,13 @@ def tuning_points() -> Iterator[Point]:
             yield Point("diloco", 4, STEPS, 0, rate, lr, momentum, INNER_STEPS)
     for lr, momentum in OUTER_FINE:
         yield Point("diloco", 4, STEPS, 0, 1e-3, lr, momentum, INNER_STEPS)
+    for lr, momentum in OUTER_OF_EIGHT:
+        yield Point("diloco", 8, STEPS, 0, 1e-3, lr, momentum, INNER_STEPS)
 
 
-def best(method: str) -> Point:
-    """The tuned settings of a side: the lowest loss among its tuning runs."""
-    points = [p for p in tuning_points() if p.method == method]
+def best(method: str, *, eight: bool = False) -> Point:
+    """The tuned settings of a side: the lowest loss among its tuning runs; DiLoCo of eight replicas has its own."""
+    points = [p for p in tuning_points() if p.method == method and (p.replicas == 8) == eight]
     done = [(json.loads((RESULTS / f"{p.name}.json").read_text())["loss"], p) for p in points]
     return min(done, key=lambda item: item[0])[1]
 
@@ -214,7 +218,7 @@ def final_points() -> Iterator[Point]:
                 yield replace(alone, steps=STEPS * length, seed=seed, pretrained=pretrained)
                 for replicas in REPLICAS if not pretrained else (4,):
                     shape = {"replicas": replicas, "steps": STEPS * length, "seed": seed, "pretrained": pretrained}
-                    yield replace(diloco, **shape)
+                    yield replace(diloco if replicas < 8 else best("diloco", eight=True), **shape)
                     yield replace(batch, **shape)
                     yield replace(alone, **shape | {"replicas": 1, "steps": STEPS * length * replicas})
 
@@ -234,7 +238,19 @@ def h_points() -> Iterator[Point]:
         yield replace(best("diloco"), steps=STEPS * 4, inner_steps=inner_steps)
 
 
-STAGES = {"tune": tuning_points, "final": final_points, "batch": batch_points, "inner-steps": h_points}
+def quickstart_points() -> Iterator[Point]:
+    for lr, momentum in ((0.9, 0.1), (0.9, 0.3), (0.7, 0.6)):
+        yield Point("diloco", 4, 500, 0, 1e-3, lr, momentum, 20, batch=4)
+    yield Point("diloco", 4, 500, 0, 2e-3, 0.9, 0.1, 20, batch=4)
+
+
+STAGES = {
+    "tune": tuning_points,
+    "final": final_points,
+    "batch": batch_points,
+    "inner-steps": h_points,
+    "quickstart": quickstart_points,
+}
 
 
 def main() -> None:
@@ -244,8 +260,9 @@ def main() -> None:
     torch.set_num_threads(1)
     runner = Runner()
     if stage == "table":
-        chosen = {method: best(method) for method in ("alone", "batch", "diloco")}
-        write_table({method: tuned(point) for method, point in chosen.items()}, tuple(STEPS * n for n in LENGTHS))
+        sides = {side: tuned(best(side)) for side in ("alone", "batch", "diloco")}
+        sides["diloco of 8"] = tuned(best("diloco", eight=True))
+        write_table(sides, tuple(STEPS * n for n in LENGTHS))
         return
     waiting = cheapest_first(STAGES[stage]())
     while waiting:

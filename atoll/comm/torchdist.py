@@ -61,7 +61,10 @@ class TorchDistTransport:
         return self._wire.replica
 
     def launch(self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange]) -> TorchDistFlight:
-        """Send the ballot and the first exchanges; `TorchDistFlight.results` moves the rest."""
+        """Send the ballot and the first `lag` exchanges; asking for results moves the rest.
+
+        Exchanges that differ in number or size between replicas must never get here: gloo ends such a process.
+        """
         flight = TorchDistFlight(self._wire, self._num_launches, ballot, tally, exchanges, self._lag)
         self._num_launches += 1
         return flight

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from atoll.comm.local import LocalGroup
 from atoll.comm.torchdist import TorchDistTransport
 from atoll.errors import ConfigError, TransportError
+from atoll.train.allocator import keep_freed_memory
 from atoll.train.build import build_run
 from atoll.train.config import TrainConfig
 from atoll.train.launch import run_workers, under_torchrun
@@ -70,6 +71,7 @@ def run_worker(config: TrainConfig, store: dist.Store, rank: int, *, num_process
     """One replica: joins the others through `store` and trains."""
     backend = "nccl" if config.device != "cpu" and torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
+    keep_freed_memory()
     with watch_signals() as signals:
         _connect(backend, store, rank, config.replicas, timeout)
         transport = TorchDistTransport(timeout_s=config.timeout_s)

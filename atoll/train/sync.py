@@ -34,7 +34,7 @@ from atoll.compress import COMPRESSORS, Compressor
 from atoll.errors import CheckpointError, ConfigError
 from atoll.exchange import Exchange, State
 
-BUCKET_ELEMENTS = 1 << 20
+BUCKET_ELEMENTS = 1 << 21  # 8 MB of fp32: of 1 to 32 MB the best or close to it (benchmarks/sync.py)
 
 
 @dataclass(frozen=True)
