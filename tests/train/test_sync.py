@@ -431,7 +431,7 @@ def test_the_two_readings_of_pruning_differ_where_signs_do() -> None:
         {"dropped_count": True},
         {"optimizer": OPTIMIZERS["adam"]},
     ],
-    ids=str,
+    ids=lambda changes: "-".join(changes) or "plain",
 )
 def test_at_the_end_of_pretraining_everyone_takes_over_replica_0_whole(changes: dict[str, object]) -> None:
     models = [start_params() for _ in range(3)]
