@@ -68,12 +68,15 @@ def run_workers(config: TrainConfig, target: Callable[..., None]) -> None:
     """
     store, port = _open_store(config)
     start_fork_server()
-    with waiting("the workers to load torch"):
-        workers = [_start_worker(config, target, rank, port) for rank in range(config.replicas)]
-    with _passing_signals_on([process for process, _ in workers]) as signals:
+    workers: list[tuple[ForkServerProcess, Connection]] = []
+    with _passing_signals_on(workers) as signals:
+        with waiting("the workers to load torch"):
+            for rank in range(config.replicas):
+                workers.append(_start_worker(config, target, rank, port))
+                signals.deliver()
         failure = _watch(workers)
     del store
-    if signals.count > 1:
+    if len(signals.received) > 1:
         failure = _Failure(130, "interrupted twice; left at once, without saving", False)
     if failure is not None:
         raise WorkersFailed(failure)
@@ -143,25 +146,34 @@ def _end_with_launcher() -> None:
     threading.Thread(target=watch, name="atoll-launcher-watch", daemon=True).start()
 
 
-@dataclass
-class _Passed:
-    """How many signals went to the workers."""
+class _Signals:
+    """SIGINTs and SIGTERMs that came to the launcher, and how many of them each worker has got."""
 
-    count: int = 0
+    def __init__(self, workers: Sequence[tuple[ForkServerProcess, Connection]]) -> None:
+        self.received: list[int] = []
+        self._workers = workers
+        self._got: dict[int, int] = {}
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signum)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Give every worker what it has not got yet; one that started after a signal gets it now."""
+        for rank, (process, _) in enumerate(self._workers):
+            while self._got.get(rank, 0) < len(self.received):
+                self._got[rank] = self._got.get(rank, 0) + 1
+                first = self._got[rank] == 1
+                _signal_all([process], self.received[0] if first else signal.SIGKILL)
 
 
 @contextmanager
-def _passing_signals_on(processes: Sequence[ForkServerProcess]) -> Iterator[_Passed]:
-    """Within the block SIGINT and SIGTERM go to the workers; a second one ends them, whatever they wait for."""
-    passed = _Passed()
-
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        passed.count += 1
-        _signal_all(processes, signum if passed.count == 1 else signal.SIGKILL)
-
-    before = {signum: signal.signal(signum, pass_on) for signum in (signal.SIGINT, signal.SIGTERM)}
+def _passing_signals_on(workers: Sequence[tuple[ForkServerProcess, Connection]]) -> Iterator[_Signals]:
+    """Within the block SIGINT and SIGTERM go to the workers; a second one of either ends them."""
+    signals = _Signals(workers)
+    before = {signum: signal.signal(signum, signals) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield passed
+        yield signals
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
