@@ -90,10 +90,11 @@ def demo_settings(args: Sequence[str], *, quick: bool) -> dict[str, Any]:
 def contenders_of(config: TrainConfig) -> list[Contender]:
     """DiLoCo and what it is compared with."""
     several = f"{config.replicas} replicas"
+    parallel = {"method": "data-parallel", "compressor": "identity"}  # gradients are averaged in full precision
     return [
         Contender(f"DiLoCo, {several}", "diloco", {}),
-        Contender("one replica alone", "alone", {"method": "data-parallel", "replicas": 1}),
-        Contender(f"data parallel, {several}", "data-parallel", {"method": "data-parallel"}),
+        Contender("one replica alone", "alone", {**parallel, "replicas": 1}),
+        Contender(f"data parallel, {several}", "data-parallel", parallel),
     ]
 
 
