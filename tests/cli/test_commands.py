@@ -123,7 +123,8 @@ def test_contenders_differ_in_nothing_but_who_talks_to_whom() -> None:
         ("data-parallel", 1),
         ("data-parallel", 4),
     ]
-    alike = [config.model_dump(exclude={"method", "replicas"}) for config in configs]
+    assert [config.compressor for config in configs] == ["fp16", "identity", "identity"]
+    alike = [config.model_dump(exclude={"method", "replicas", "compressor"}) for config in configs]
     assert alike[0] == alike[1] == alike[2]
     assert alike[0]["seed"] == 3
 
