@@ -132,7 +132,7 @@ def write_table(settings: dict[str, dict], lengths: tuple[int, ...]) -> None:
         text
         + "\n".join(rows(cells, lengths))
         + f"\n\nOther batches of a replica, M = 4, {lengths[0]} steps, one seed:\n\n"
-        + "| tokens a step | one replica | DiLoCo | M-times-batch data parallel | DiLoCo against it | share of its gain |\n"
+        + "| tokens a step | one replica | DiLoCo | M-times-batch data parallel | DiLoCo against it | share |\n"
         + "|---|---|---|---|---|---|\n"
         + "\n".join(batch_rows(settings, lengths[0]))
         + "\n"
