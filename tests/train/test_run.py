@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from train.tiny import (
 )
 
 from atoll.algo.schedule import Schedule
-from atoll.errors import CheckpointError, ConfigError, DesyncError
+from atoll.errors import CheckpointError, ConfigError, DataError, DesyncError
 from atoll.train.config import TrainConfig, build_config
 from atoll.train.run import Run
 
@@ -570,3 +570,16 @@ def test_another_seed_gives_another_run(tmp_path: Path) -> None:
         train_tiny(config)
         digests.add(metrics(config, "round")[0]["anchor_digest"])
     assert len(digests) == 2
+
+
+def test_replicas_with_other_data_are_refused(tmp_path: Path) -> None:
+    run = tiny_run(tiny_config(tmp_path, replicas=2))
+
+    def exchange(payloads: Sequence[bytes]) -> list[bytes]:
+        another_corpus = b"f" * len(payloads[1])
+        return [payloads[0], payloads[1] if len(payloads[1]) == 16 else another_corpus]
+
+    run.exchange = exchange  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"replicas found different data(.|\n)*same package versions"):
+        run.check_same_start()
+    run.close()
