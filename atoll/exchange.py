@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,41 @@ class Gathered:
     weights: Sequence[float]
 
 
-Request = Mean | Gather
+class Codec(Protocol):
+    """Turns fp32 values into bytes, a block of elements at a time, so that coded tensors can be cut between blocks.
+
+    block: elements a block. block_bytes: bytes a block takes on the wire, scales included.
+    """
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def encode(self, flat: Tensor) -> Tensor:
+        """(numel,) fp32 as (ceil(numel / block) * block_bytes,) uint8; a last block that is not full is filled up."""
+        ...
+
+    def decode(self, payload: Tensor, numel: int) -> Tensor:
+        """The (numel,) fp32 values of a payload made by `encode`."""
+        ...
+
+
+@dataclass(frozen=True)
+class CodedMean:
+    """Ask for the weighted mean of values that travel as codes.
+
+    payload: what `codec.encode` made of (numel,) values. The owner of each slice decodes those of all contributors,
+    averages them in fp32 and encodes once more; the answer, (numel,) fp32, is decoded from the same bytes everywhere.
+    """
+
+    payload: Tensor
+    codec: Codec
+    numel: int
+
+
+Request = Mean | CodedMean | Gather
 Exchange = Generator[Request, Any, tuple[Tensor, State]]
 
 

@@ -216,7 +216,7 @@ def final_points() -> Iterator[Point]:
         for seed in SEEDS:
             for pretrained in (False, True):
                 yield replace(alone, steps=STEPS * length, seed=seed, pretrained=pretrained)
-                for replicas in REPLICAS if not pretrained else (4,):
+                for replicas in REPLICAS:
                     shape = {"replicas": replicas, "steps": STEPS * length, "seed": seed, "pretrained": pretrained}
                     yield replace(diloco if replicas < 8 else best("diloco", eight=True), **shape)
                     yield replace(batch, **shape)
