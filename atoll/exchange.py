@@ -134,12 +134,24 @@ def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float], *, out: T
         raise AssertionError("a mean needs at least one contributor of positive weight")
     shares = [(tensor, weight / top) for tensor, weight in zip(tensors, weights, strict=True) if weight > 0]
     total = sum(share for _, share in shares)
-    if out is None:
-        out = torch.empty(tensors[0].shape, dtype=torch.float32, device=tensors[0].device)
     first, share = shares[0]
+    if out is None:
+        out = torch.empty(first.shape, dtype=torch.float32, device=first.device)
     out.copy_(first)
     if share != 1:
         out.mul_(share)
     for tensor, share in shares[1:]:
         out.add_(tensor.to(torch.float32), alpha=share)
     return out if total == 1 else out.div_(total)
+
+
+def coded_mean(payloads: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
+    """The weighted mean of coded values, coded once more: what the owner of a slice computes and sends to all.
+
+    payloads: uint8, of `numel` elements each; of a replica of weight 0 it may be anything, also empty.
+    """
+    rows = [
+        codec.decode(payload, numel) if weight > 0 else payload
+        for payload, weight in zip(payloads, weights, strict=True)
+    ]
+    return codec.encode(weighted_mean(rows, weights))

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -32,7 +33,19 @@ from torch import Tensor
 
 from atoll.comm.base import Tally
 from atoll.errors import TransportError
-from atoll.exchange import Exchange, Gathered, Mean, Request, State, Traffic, slice_bounds, weighted_mean
+from atoll.exchange import (
+    CodedMean,
+    Exchange,
+    Gather,
+    Gathered,
+    Mean,
+    Request,
+    State,
+    Traffic,
+    coded_mean,
+    slice_bounds,
+    weighted_mean,
+)
 
 LAG = 2  # beats between the phases of an exchange
 _LAUNCHES, _LANES, _PHASES = 1 << 6, 1 << 19, 1 << 5  # a tag is a non-negative int of 31 bits: 6 + 19 + 5
@@ -45,12 +58,15 @@ class TorchDistTransport:
     group: None is the default group. timeout_s: the longest wait for any one message. lag: beats between the phases of
     an exchange; each is a bucket more under way (two, with more than two replicas). Every failure of the network is a
     `TransportError`, after which the group cannot be used again. The group belongs to who made it.
+
+    Launches in the background are driven one after the other by a thread of the transport's own.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0, lag: int = LAG) -> None:
         self._wire = _Wire(group, timeout_s)
         self._lag = lag
         self._num_launches = 0
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="atoll-transport")
 
     @property
     def num_replicas(self) -> int:
@@ -60,29 +76,44 @@ class TorchDistTransport:
     def replica(self) -> int:
         return self._wire.replica
 
-    def launch(self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange]) -> TorchDistFlight:
-        """Send the ballot and the first `lag` exchanges; asking for results moves the rest.
+    def launch(
+        self,
+        ballot: bytes,
+        tally: Tally,
+        exchanges: Iterable[Exchange],
+        *,
+        background: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> TorchDistFlight:
+        """Send the ballot and the first `lag` exchanges; asking for results, or the background, moves the rest.
 
+        weights: of each replica, where all know them beforehand; then those of weight 0 send no contribution.
         Exchanges that differ in number or size between replicas must never get here: gloo ends such a process.
         """
-        flight = TorchDistFlight(self._wire, self._num_launches, ballot, tally, exchanges, self._lag)
+        flight = TorchDistFlight(self._wire, self._num_launches, ballot, tally, exchanges, self._lag, weights=weights)
         self._num_launches += 1
+        if background:
+            flight.run_in(self._background)
+        else:
+            flight.begin()
         return flight
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Let the background thread end; what it is at is finished first."""
+        self._background.shutdown()
 
 
 class _Wire:
     """Messages between the replicas of a group, each wait bounded."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        self.num_replicas = dist.get_world_size(group)
-        self.replica = dist.get_rank(group)
+        self._group: dist.ProcessGroup = group if group is not None else dist.group.WORLD
+        self.num_replicas = self._group.size()
+        self.replica = self._group.rank()
         self.peers = [peer for peer in range(self.num_replicas) if peer != self.replica]
         self.timeout_s = timeout_s
-        self._group = group if group is not None else dist.group.WORLD
-        on_device = dist.get_backend(group) == "nccl"
+        self._on_device = self._group.name() == "nccl"
+        on_device = self._on_device
         self.control_device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], *, tag: int, what: str) -> _Pending:
@@ -90,19 +121,27 @@ class _Wire:
 
         Receives first: a send whose receive is already posted goes out at once.
         """
-        messages: list[tuple[Callable[..., dist.Work | None], int, Tensor]]
-        messages = [(dist.irecv, peer, tensor) for peer, tensor in incoming.items() if tensor.numel()]
-        messages += [(dist.isend, peer, tensor) for peer, tensor in outgoing.items() if tensor.numel()]
-        operations = [
-            dist.P2POp(call, tensor, group=self._group, tag=tag, group_peer=peer) for call, peer, tensor in messages
-        ]
-        pending = _Pending(self, [], [peer for _, peer, _ in messages], what)
-        if operations:
-            try:
-                pending.works = dist.batch_isend_irecv(operations)
-            except RuntimeError as error:
-                raise self.failure(what, pending.peers, error) from error
+        receives = {peer: tensor for peer, tensor in incoming.items() if tensor.numel()}
+        sends = {peer: tensor for peer, tensor in outgoing.items() if tensor.numel()}
+        pending = _Pending(self, [], [*receives, *sends], what)
+        try:
+            if self._on_device:
+                pending.works = self._post_together(receives, sends, tag)
+            else:
+                pending.works = [self._group.recv([tensor], peer, tag) for peer, tensor in receives.items()]
+                pending.works += [self._group.send([tensor], peer, tag) for peer, tensor in sends.items()]
+        except RuntimeError as error:
+            raise self.failure(what, pending.peers, error) from error
         return pending
+
+    def _post_together(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], tag: int) -> list[dist.Work]:
+        """NCCL takes messages that wait for each other only as one batch."""
+        operations = [
+            dist.P2POp(call, tensor, group=self._group, tag=tag, group_peer=peer)
+            for call, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in messages.items()
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def failure(self, what: str, peers: Sequence[int], error: RuntimeError) -> TransportError:
         names = ", ".join(str(peer) for peer in sorted(set(peers)))
@@ -200,11 +239,48 @@ class _Course:
         self._steps.close()
 
 
+class _Plain:
+    """Values that travel as they are."""
+
+    unit = 1  # elements that must not be cut apart
+
+    def values(self, row: Tensor) -> Tensor:
+        return row.to(torch.float32)
+
+    def mean(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        return weighted_mean(rows, weights).to(rows[0].dtype)
+
+
+class _Codes:
+    """Values that travel as codes: uint8, `unit` bytes a block."""
+
+    def __init__(self, request: CodedMean) -> None:
+        self._codec = request.codec
+        self.unit = request.codec.block_bytes
+
+    def values(self, row: Tensor) -> Tensor:
+        return self._codec.decode(row, row.numel() // self.unit * self._codec.block)
+
+    def mean(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        return coded_mean(rows, weights, self._codec, max(row.numel() for row in rows) // self.unit * self._codec.block)
+
+
+_Kind = _Plain | _Codes
+
+
 class TorchDistFlight:
     """One launched round of one replica."""
 
     def __init__(
-        self, wire: _Wire, number: int, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange], lag: int
+        self,
+        wire: _Wire,
+        number: int,
+        ballot: bytes,
+        tally: Tally,
+        exchanges: Iterable[Exchange],
+        lag: int,
+        *,
+        weights: Sequence[float] | None = None,
     ) -> None:
         self._wire = wire
         self._number = number
@@ -215,28 +291,44 @@ class TorchDistFlight:
         self._running: deque[_Course] = deque()
         self._ready: deque[tuple[Tensor, State]] = deque()
         self._lanes: list[_Lane] = []
-        self._weights: Sequence[float] | None = None
+        self._weights: Sequence[float] | None = weights
+        self._silent = [] if weights is None else [peer for peer, weight in enumerate(weights) if not weight > 0]
         self._products: list[Tensor] = []
+        self._gathers = False
         self._gram: Tensor | None = None
+        self._done: Future[tuple[list[tuple[Tensor, State]], Traffic]] | None = None
         own = torch.frombuffer(bytearray(ballot), dtype=torch.uint8).to(wire.control_device)
         self._ballots = _Course(self._lane(_BALLOTS, "ballots").gather(own))
-        for _ in range(lag):  # nothing is due yet: sends, waits for nothing
+
+    def begin(self) -> None:
+        """Send the first exchanges: nothing is due yet, so nothing is waited for."""
+        for _ in range(self._lag):
             self._beat()
+
+    def run_in(self, thread: ThreadPoolExecutor) -> None:
+        """Have `thread` do all there is to do, after what it was given before."""
+        self._done = thread.submit(lambda: (list(self._results()), self._traffic()))
 
     def ballots(self) -> Sequence[bytes]:
         return [bytes(row.tolist()) for row in self._ballots.finish()]
 
     def results(self) -> Iterator[tuple[Tensor, State]]:
         """The result of each exchange in order; none where no replica has a positive weight."""
+        return self._results() if self._done is None else iter(self._done.result()[0])
+
+    def traffic(self) -> Traffic:
+        """Sums the inner products over the owners of slices, so either all replicas ask or none does."""
+        return self._traffic() if self._done is None else self._done.result()[1]
+
+    def _results(self) -> Iterator[tuple[Tensor, State]]:
         while self._ready or self._beat() or self._ready:
             if self._ready:
                 yield self._ready.popleft()
 
-    def traffic(self) -> Traffic:
-        """Sums the inner products over the owners of slices, so either all replicas ask or none does."""
+    def _traffic(self) -> Traffic:
         while self._beat():
             pass
-        if self._gram is None:
+        if self._gram is None and not self._gathers:
             parts = _Course(self._lane(_GRAM, "inner products").gather(self._partial_gram())).finish()
             self._gram = torch.stack(parts).sum(0).cpu()
         return Traffic(sum(lane.sent_bytes for lane in self._lanes), self._gram)
@@ -298,47 +390,74 @@ class TorchDistFlight:
             answer = yield from self._answer(lane, request)
 
     def _answer(self, lane: _Lane, request: Request) -> _Steps:
-        if not isinstance(request, Mean):
-            payloads = yield from lane.gather(request.payload.contiguous())
-            return Gathered(payloads, self._agreed_weights())
-        flat = request.tensor.detach().reshape(-1)
-        mean = self._mean_of_two if self._wire.num_replicas == 2 else self._mean_by_slices
-        averaged = yield from mean(lane, flat)
-        return averaged.view(request.tensor.shape)
+        match request:
+            case Gather(payload):
+                self._gathers = True
+                payloads = yield from self._gather(lane, payload.contiguous())
+                return Gathered(payloads, self._agreed_weights())
+            case CodedMean():
+                payload = yield from self._average(lane, request.payload, _Codes(request))
+                return request.codec.decode(payload, request.numel)
+            case Mean(tensor):
+                averaged = yield from self._average(lane, tensor.detach().reshape(-1), _Plain())
+                return averaged.view(tensor.shape)
 
-    def _mean_by_slices(self, lane: _Lane, flat: Tensor) -> _Steps:
+    def _gather(self, lane: _Lane, own: Tensor) -> _Steps:
+        """The payloads of all; an empty one for a replica that is known not to count."""
+        wire = self._wire
+        rows = [own if r == wire.replica else own.new_empty(self._size(r, own)) for r in range(wire.num_replicas)]
+        yield lane.post(self._to_peers(dict.fromkeys(wire.peers, own)), {peer: rows[peer] for peer in wire.peers})
+        return rows
+
+    def _average(self, lane: _Lane, flat: Tensor, kind: _Kind) -> _Steps:
+        """The mean of what travels as `flat`, in the form it travels in."""
+        mean = self._mean_of_two if self._wire.num_replicas == 2 else self._mean_by_slices
+        return (yield from mean(lane, flat, kind))
+
+    def _mean_by_slices(self, lane: _Lane, flat: Tensor, kind: _Kind) -> _Steps:
         """Owners average their slice of `flat` (M slices) and send it to all."""
         wire = self._wire
         averaged = torch.empty_like(flat)
-        slices, means = self._slices(flat), self._slices(averaged)
+        slices, means = self._slices(flat, kind), self._slices(averaged, kind)
         own = slices[wire.replica]
-        rows = [own if r == wire.replica else torch.empty_like(own) for r in range(wire.num_replicas)]
-        yield lane.post({peer: slices[peer] for peer in wire.peers}, {peer: rows[peer] for peer in wire.peers})
-        self._add_inner_products(rows)
+        rows = [own if r == wire.replica else own.new_empty(self._size(r, own)) for r in range(wire.num_replicas)]
+        outgoing = self._to_peers({peer: slices[peer] for peer in wire.peers})
+        yield lane.post(outgoing, {peer: rows[peer] for peer in wire.peers})
+        self._add_inner_products(rows, kind)
         home = means[wire.replica]
-        home.copy_(weighted_mean(rows, self._agreed_weights()))
+        home.copy_(kind.mean(rows, self._agreed_weights()))
         yield lane.post(dict.fromkeys(wire.peers, home), {peer: means[peer] for peer in wire.peers})
         return averaged
 
-    def _mean_of_two(self, lane: _Lane, flat: Tensor) -> _Steps:
+    def _mean_of_two(self, lane: _Lane, flat: Tensor, kind: _Kind) -> _Steps:
         """Both replicas average the whole."""
         (peer,) = self._wire.peers
-        received = torch.empty_like(flat)
-        yield lane.post({peer: flat}, {peer: received})
+        received = flat.new_empty(self._size(peer, flat))
+        yield lane.post(self._to_peers({peer: flat}), {peer: received})
         rows = [flat, received] if peer == 1 else [received, flat]
-        self._add_inner_products([self._slices(row)[self._wire.replica] for row in rows])
+        self._add_inner_products([self._slices(row, kind)[self._wire.replica] for row in rows], kind)
         first, second = self._agreed_weights()
         if first == second and flat.dtype == torch.float32:
             return torch.add(*rows, out=received).mul_(0.5)  # as weighted_mean, bit for bit, in half the passes
-        return weighted_mean(rows, [first, second]).to(flat.dtype)
+        return kind.mean(rows, [first, second])
 
-    def _slices(self, flat: Tensor) -> list[Tensor]:
-        bounds = slice_bounds(flat.numel(), self._wire.num_replicas)
-        return [flat[start:stop] for start, stop in pairwise(bounds)]
+    def _size(self, replica: int, like: Tensor) -> int:
+        """Elements that `replica` sends where all others send as many as `like` has."""
+        return 0 if replica in self._silent else like.numel()
 
-    def _add_inner_products(self, rows: Sequence[Tensor]) -> None:
+    def _to_peers(self, outgoing: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What this replica sends of its contribution: nothing where it does not count."""
+        return {} if self._wire.replica in self._silent else outgoing
+
+    def _slices(self, flat: Tensor, kind: _Kind) -> list[Tensor]:
+        """Slices by owner, cut at multiples of the unit that the form must not be cut in."""
+        bounds = slice_bounds(flat.numel() // kind.unit, self._wire.num_replicas)
+        return [flat[start * kind.unit : stop * kind.unit] for start, stop in pairwise(bounds)]
+
+    def _add_inner_products(self, rows: Sequence[Tensor], kind: _Kind) -> None:
         """Of the contributions to the slice this replica owns, while they are in the cache."""
-        values = [row.to(torch.float32) for row in rows]
+        longest = max(row.numel() for row in rows)
+        values = [kind.values(row if row.numel() == longest else row.new_zeros(longest)) for row in rows]
         products = [torch.dot(left, right) for i, left in enumerate(values) for right in values[: i + 1]]
         self._products.append(torch.stack(products))
 
