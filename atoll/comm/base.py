@@ -43,9 +43,7 @@ class Transport(Protocol):
     @property
     def replica(self) -> int: ...
 
-    def launch(
-        self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange], *, background: bool = False
-    ) -> Flight:
+    def launch(self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange], *, background: bool = False) -> Flight:
         """Begin a round. Ballots of one launch have one length on all replicas. Raises TransportError, now or later.
 
         background: the exchanges go on beside what this process does next, where the transport can do that; they may

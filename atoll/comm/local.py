@@ -57,7 +57,9 @@ class LocalTransport:
         self.num_replicas = group.num_replicas
         self.replica = replica
 
-    def launch(self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange]) -> LocalFlight:
+    def launch(
+        self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange], *, background: bool = False
+    ) -> LocalFlight:
         return LocalFlight(self._group.join(self.replica, ballot, tally, exchanges), self.replica)
 
     def close(self) -> None:

@@ -33,3 +33,15 @@ class Compressor(Protocol):
     def sent_bytes(self, shape: Sequence[int], *, num_replicas: int, replica: int) -> int:
         """Exact bytes `replica` sends to average one tensor of `shape`."""
         ...
+
+
+def settle(before: State, after: State, *, counted: bool) -> State:
+    """What to keep of a compressor's state after a round, given the states before and after it.
+
+    The shared part, equal on all replicas, moves on with every committed round; what a replica owes (keys that begin
+    with "own.") only if its contribution counted.
+    """
+    if counted:
+        return after
+    own = {key: value for key, value in before.items() if key.startswith("own.")}
+    return {key: value for key, value in after.items() if not key.startswith("own.")} | own

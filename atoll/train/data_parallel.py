@@ -71,9 +71,8 @@ class GradientSync:
                 for piece in bucket.pieces:
                     self._grad(piece).copy_(self._part(bucket, mean, piece))
         traffic = self._flight.traffic()
-        assert traffic.gram is not None
         self.round += 1
-        geometry = merge.geometry(traffic.gram, weights)
+        geometry = None if traffic.gram is None else merge.geometry(traffic.gram, weights)
         refused = merge.refused(ballots)
         return RoundReport(0, self.round, weights, refused, traffic.payload_bytes, geometry, self._digest)
 

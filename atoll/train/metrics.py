@@ -54,7 +54,8 @@ class RoundEvent:
     step: the inner step after which the round was applied. replicas: that were there; contributors: that were counted.
     payload_bytes: that replica 0 sent for parameters. The others sent as much, to within one element a tensor.
     inner_s: its inner steps. sync_s: from launch to adopted. exposed_s: the part of that in which it could not compute.
-    delta_norm: of the averaged pseudo-gradient. norms: of each replica's. cosines: between those, M x M, where known.
+    delta_norm: of the averaged pseudo-gradient. norms: of each replica's. cosines: between those, M x M. None where
+    what travels does not tell.
     refused: the replicas whose contribution was not let in.
     """
 
@@ -68,7 +69,7 @@ class RoundEvent:
     exposed_s: float
     inner_s: float
     anchor_digest: str
-    delta_norm: float
+    delta_norm: float | None
     cosine_mean: float | None = None
     cosines: Sequence[Sequence[float | None]] | None = None
     norms: Sequence[float] = ()

@@ -24,15 +24,17 @@ import xxhash
 from torch import Tensor
 
 from atoll.algo import merge
-from atoll.algo.adopt import AdoptRule, Landing, replace
+from atoll.algo.adopt import AdoptRule, Landing, carry, replace
 from atoll.algo.fragments import Bucket, Layout, Piece, buckets, tensor_buckets
 from atoll.algo.merge import Ballot, Geometry
 from atoll.algo.outer import SGD, Nesterov, OuterOptimizer
 from atoll.algo.prune import PRUNE_RULES
 from atoll.comm.base import Flight, Transport
+from atoll.comm.torchdist import TorchDistTransport
 from atoll.compress import COMPRESSORS, Compressor
+from atoll.compress.base import settle
 from atoll.errors import CheckpointError, ConfigError
-from atoll.exchange import Exchange, State
+from atoll.exchange import Exchange, State, Traffic
 
 BUCKET_ELEMENTS = 1 << 21  # 8 MB of fp32: of 1 to 32 MB the best or close to it (benchmarks/sync.py)
 
@@ -65,14 +67,17 @@ class OuterSettings:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one landed round was. round: outer steps of this fragment so far. weights: 0 for who did not count."""
+    """What one landed round was. round: outer steps of this fragment so far. weights: 0 for who did not count.
+
+    geometry: None where what travels does not tell how the contributions lie to each other.
+    """
 
     fragment: int
     round: int
     weights: list[float]
     refused: list[int]
     payload_bytes: int
-    geometry: Geometry
+    geometry: Geometry | None
     digest: str
 
     @property
@@ -80,19 +85,55 @@ class RoundReport:
         return sum(weight > 0 for weight in self.weights)
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a replica would bring to a round. norm: of its pseudo-gradient."""
+
+    round: int
+    weight: float
+    norm: float
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A round that was averaged and is not adopted yet: a `Flight` that has nothing left to wait for.
+
+    place: of this replica among those who averaged. digest: of the anchor it leads to. base: of the anchor it starts
+    from, both as they are in memory.
+    """
+
+    packed: Sequence[bytes]
+    means: Sequence[tuple[Tensor, State]]
+    sent: Traffic
+    place: int
+    base: str
+    digest: str
+
+    def ballots(self) -> Sequence[bytes]:
+        return self.packed
+
+    def results(self) -> Iterator[tuple[Tensor, State]]:
+        return iter(self.means)
+
+    def traffic(self) -> Traffic:
+        return self.sent
+
+
 @dataclass
 class _InFlight:
     """A round that was launched and has not landed.
 
     contribution: the flat pseudo-gradient, where it is kept. held: the parameters still hold that progress, so that the
-    next launch must not take it again.
+    next launch must not take it again. flight: None until others are ready to average it (elastic rounds).
     """
 
-    flight: Flight
+    flight: Flight | None
     ballot: Ballot
     contribution: Tensor | None
     adopts: bool
     held: bool = True
+    listens: bool = False  # brings nothing: its progress is carried onto the new anchor and stays owed
 
 
 class _Fragment:
@@ -112,6 +153,7 @@ class _Fragment:
             view.copy_(param)
         self.outer_state = settings.optimizer.init(self.anchor)
         self.codes: list[State] = [settings.compressor.init(self._bucket_shape(b, settings)) for b in self.buckets]
+        self.codes_ahead = list(self.codes)  # as they will be once everything in flight has landed
         self.base: Tensor | None = None
         self.count = 0
         self.flights: deque[_InFlight] = deque()
@@ -183,6 +225,29 @@ class _Fragment:
                 before = before.to(param.dtype).to(torch.float32)
             torch.sub(before, param, out=self.in_bucket(bucket, delta, piece))
         return delta
+
+    def norm(self, contribution: Tensor | None) -> float:
+        """Of the pseudo-gradient; not finite where that is not."""
+        squares = 0.0
+        for bucket in self.buckets:
+            span = slice(bucket.start, bucket.stop)
+            delta = self.pseudo_gradient(bucket) if contribution is None else contribution[span]
+            squares += float(torch.dot(delta, delta))
+        return squares**0.5
+
+    def preview(
+        self, means: Sequence[tuple[Tensor, State]], optimizer: OuterOptimizer, *, lr: float
+    ) -> tuple[bytes, bytes]:
+        """Digests of the anchor as it is, and as a landing of `means` would leave it; nothing is changed."""
+        base, after = xxhash.xxh3_128(), xxhash.xxh3_128()
+        for bucket, (mean, _) in zip(self.buckets, means, strict=True):
+            span = slice(bucket.start, bucket.stop)
+            base.update(_bytes(self.anchor[span]))
+            anchor = self.anchor[span].clone()
+            state = {name: value[span].clone() for name, value in self.outer_state.items()}
+            optimizer.step_(anchor, mean.reshape(-1).clone(), state, lr=lr, count=self.count + 1)
+            after.update(_bytes(anchor))
+        return base.digest(), after.digest()
 
     def _bucket_shape(self, bucket: Bucket, settings: OuterSettings) -> tuple[int, ...]:
         if settings.compressor.elementwise:
@@ -296,16 +361,21 @@ class ReplicaSync:
         follow: the anchor moves by just the mean and no outer step is counted: everyone takes over what the
         contributors have, as at the end of pretraining.
         """
+        flown = self._fragments[index].flights.popleft()
+        return self._arrive(index, flown, step=step, place=self.transport.replica, follow=follow)
+
+    def _arrive(self, index: int, flown: _InFlight, *, step: int, place: int, follow: bool = False) -> RoundReport:
         fragment = self._fragments[index]
-        flown = fragment.flights.popleft()
+        assert flown.flight is not None, "the round was never sent"
         ballots = flown.flight.ballots()
         weights = merge.weigh(ballots)
-        if weights[self.transport.replica] == 0:
+        if weights[place] == 0:
             self._owe_again(fragment, flown)
         if any(weights):
             optimizer, rule = (SGD(), replace()) if follow else (self.settings.optimizer, self.settings.adopt)
             share = merge.received_share(ballots) if self.settings.dropped_count and not follow else 1.0
             lr = 1.0 if follow else self.settings.lr(step)
+            rule = carry(1.0) if flown.listens else rule
             self._land(fragment, flown, weights, optimizer=optimizer, rule=rule, lr=lr, share=share)
             fragment.count += not follow
         if not flown.ballot.finite:
@@ -313,16 +383,112 @@ class ReplicaSync:
         traffic = flown.flight.traffic()
         if index == len(self._fragments) - 1:
             self._apply_companions(adopts=flown.adopts)
-        assert traffic.gram is not None
         return RoundReport(
             fragment=index,
             round=fragment.count,
             weights=weights,
             refused=merge.refused(ballots),
             payload_bytes=traffic.payload_bytes,
-            geometry=merge.geometry(traffic.gram, weights),
+            geometry=None if traffic.gram is None else merge.geometry(traffic.gram, weights),
             digest=fragment.digest.hex(),
         )
+
+    # --- elastic rounds: averaging may fail and be tried again, and lands only when all agree on where it leads
+
+    def take(self, index: int, *, weight: float) -> Offer:
+        """Take the progress of fragment `index` as `launch` does, without sending it: see `average`."""
+        fragment = self._fragments[index]
+        contribution = self._take_contribution(fragment, prune=True) if self._must_materialise() else None
+        norm = fragment.norm(contribution)
+        ballot = Ballot(
+            round=fragment.count + len(fragment.flights) + 1,
+            digest=fragment.digest,
+            weight=weight,
+            finite=math.isfinite(norm),
+        )
+        fragment.flights.append(_InFlight(None, ballot, contribution, adopts=True))
+        return Offer(ballot.round, weight, norm, ballot.finite)
+
+    def average(
+        self, index: int, transport: TorchDistTransport, weights: Sequence[float], *, offered: bool, step: int
+    ) -> Arrived:
+        """Average the oldest offer of fragment `index`, or listen, with the weights all have been told.
+
+        Nothing of this replica changes, whatever happens: a failed attempt is simply tried again, and the result counts
+        once `land` is called with it. Where contributions are kept it may run in another thread while this one trains.
+        """
+        fragment = self._fragments[index]
+        place = transport.replica
+        oldest = fragment.flights[0] if offered else None
+        mine = weights[place] > 0
+        assert not mine or oldest is not None, "a weight was given to a replica that offered nothing"
+        ballot = Ballot(fragment.count + 1, fragment.digest, weights[place])
+        exchanges = self._retriable(fragment, oldest if mine else None, counted=mine)
+        flight = transport.launch(ballot.pack(), merge.weigh, exchanges, weights=weights)
+        means = list(flight.results())
+        base, digest = fragment.preview(means, self.settings.optimizer, lr=self.settings.lr(step))
+        return Arrived(flight.ballots(), means, flight.traffic(), place, base.hex(), self._digest_with(index, digest))
+
+    def land(self, index: int, arrived: Arrived, *, step: int) -> RoundReport:
+        """Adopt a round that was averaged and is now committed.
+
+        A replica that did not count keeps its progress: it is carried onto the new anchor and owed to the next round.
+        """
+        fragment = self._fragments[index]
+        counted = merge.weigh(arrived.ballots())[arrived.place] > 0
+        if counted:
+            flown = fragment.flights.popleft()
+            flown.flight = arrived
+        else:
+            self._take_back(fragment)
+            flown = _InFlight(arrived, Ballot.unpack(arrived.packed[arrived.place]), None, adopts=True, listens=True)
+            if fragment.base is None:
+                fragment.base = fragment.held_anchor()
+        report = self._arrive(index, flown, step=step, place=arrived.place)
+        fragment.codes_ahead = list(fragment.codes)
+        return report
+
+    def take_back(self, index: int) -> None:
+        """What was offered is not sent: it is owed to the next round."""
+        self._take_back(self._fragments[index])
+
+    def progress(self) -> list[Tensor]:
+        """Flat pseudo-gradient of every fragment: what no committed round holds of this replica's work."""
+        return [fragment.anchor - fragment.flat_params() for fragment in self._fragments]
+
+    def rebase(self, progress: Sequence[Tensor] | None) -> None:
+        """After `load_shared_state`: parameters become the anchor, less the progress that is kept from before."""
+        for number, fragment in enumerate(self._fragments):
+            fragment.base = None
+            fragment.flights.clear()
+            fragment.codes_ahead = list(fragment.codes)
+            for bucket in fragment.buckets:
+                anchor = fragment.anchor[bucket.start : bucket.stop]
+                kept = anchor if progress is None else anchor - progress[number][bucket.start : bucket.stop]
+                fragment.scatter_params(bucket, kept)
+
+    def _take_back(self, fragment: _Fragment) -> None:
+        while fragment.flights:
+            self._owe_again(fragment, fragment.flights.pop())
+
+    def _retriable(self, fragment: _Fragment, flown: _InFlight | None, *, counted: bool) -> Iterator[Exchange]:
+        """As `_exchanges`, of who listens zeros; nothing moves on."""
+        for number, bucket in enumerate(fragment.buckets):
+            span = slice(bucket.start, bucket.stop)
+            if flown is None:
+                delta = torch.zeros(bucket.stop - bucket.start, device=fragment.anchor.device)
+            else:
+                delta = fragment.pseudo_gradient(bucket) if flown.contribution is None else flown.contribution[span]
+            shape = fragment._bucket_shape(bucket, self.settings)
+            before = fragment.codes[number]
+            yield _settled(self.settings.compressor.average(delta.view(shape), before), before, counted)
+
+    def _digest_with(self, index: int, digest: bytes) -> str:
+        """What `digest` will be once fragment `index` has that one."""
+        if len(self._fragments) == 1:
+            return digest.hex()
+        parts = [digest if number == index else f.digest for number, f in enumerate(self._fragments)]
+        return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
     def sent_bytes(self, index: int) -> int:
         """Exact bytes this replica declares to send in one round of fragment `index`, companions excepted."""
@@ -369,20 +535,34 @@ class ReplicaSync:
         adopts: bool,
         compressor: Compressor,
     ) -> None:
-        exchanges = self._exchanges(fragment, contribution, compressor)
-        flight = self.transport.launch(ballot.pack(), merge.weigh, exchanges)
         kept = contribution if self.settings.keep_contribution else None
-        fragment.flights.append(_InFlight(flight, ballot, kept, adopts))
+        flown = _InFlight(None, ballot, kept, adopts)
+        exchanges = self._exchanges(fragment, flown, contribution, compressor)
+        background = self.settings.keep_contribution
+        flown.flight = self.transport.launch(ballot.pack(), merge.weigh, exchanges, background=background)
+        fragment.flights.append(flown)
 
     def _exchanges(
-        self, fragment: _Fragment, contribution: Tensor | None, compressor: Compressor
+        self, fragment: _Fragment, flown: _InFlight, contribution: Tensor | None, compressor: Compressor
     ) -> Iterator[Exchange]:
         """One averaging a bucket, made when the transport asks for it, so that arithmetic and sending overlap."""
-        for bucket, code in zip(fragment.buckets, fragment.codes, strict=True):
+        for number, bucket in enumerate(fragment.buckets):
             span = slice(bucket.start, bucket.stop)
             delta = fragment.pseudo_gradient(bucket) if contribution is None else contribution[span]
             shape = fragment._bucket_shape(bucket, self.settings)
-            yield compressor.average(delta.view(shape), code)
+            yield self._average(fragment, flown, number, delta.view(shape), compressor)
+
+    def _average(
+        self, fragment: _Fragment, flown: _InFlight, number: int, delta: Tensor, compressor: Compressor
+    ) -> Exchange:
+        """Average one bucket; the compressor's state moves on at once, for a round in flight behind this one."""
+        before = fragment.codes_ahead[number]
+        mean, code = yield from compressor.average(delta, before)
+        assert flown.flight is not None
+        counted = merge.weigh(flown.flight.ballots())[self.transport.replica] > 0
+        settled = settle(before, code, counted=counted)
+        fragment.codes_ahead[number] = settled
+        return mean, settled
 
     def _land(
         self,
@@ -398,6 +578,7 @@ class ReplicaSync:
         contributors = sum(weight > 0 for weight in weights)
         if not flown.adopts and self.settings.own_base and fragment.base is None:
             fragment.base = fragment.held_anchor()
+        assert flown.flight is not None
         fingerprint = xxhash.xxh3_128()
         for number, (mean, code) in enumerate(flown.flight.results()):
             bucket = fragment.buckets[number]
@@ -406,8 +587,7 @@ class ReplicaSync:
             state = {name: value[bucket.start : bucket.stop] for name, value in fragment.outer_state.items()}
             delta = delta if share == 1 else delta.mul_(share)
             optimizer.step_(anchor, delta, state, lr=lr, count=fragment.count + 1)
-            if weights[self.transport.replica] > 0:
-                fragment.codes[number] = code
+            fragment.codes[number] = code
             fingerprint.update(_bytes(anchor))
             if flown.adopts:
                 self._adopt(fragment, bucket, rule, contributors, lr)
@@ -514,12 +694,18 @@ class ReplicaSync:
         for fragment, item in zip(self._fragments, saved, strict=True):
             fragment.base = item["base"]
             fragment.codes = item["codes"]
+            fragment.codes_ahead = list(fragment.codes)
             fragment.flights.clear()
             for flown in item["flights"]:
                 ballot = Ballot.unpack(bytes.fromhex(flown["ballot"]))
                 compressor = self.settings.compressor
                 self._send(fragment, ballot, flown["contribution"], adopts=flown["adopts"], compressor=compressor)
                 fragment.flights[-1].held = flown["held"]
+
+
+def _settled(exchange: Exchange, before: State, counted: bool) -> Exchange:
+    mean, code = yield from exchange
+    return mean, settle(before, code, counted=counted)
 
 
 def _fill(layout: Layout, views: Sequence[Tensor], source: Mapping[str, Tensor], prefix: str) -> None:

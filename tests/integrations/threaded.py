@@ -52,7 +52,9 @@ class ThreadedTransport:
         self.num_replicas = inner.num_replicas
         self.replica = inner.replica
 
-    def launch(self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange]) -> ThreadedFlight:
+    def launch(
+        self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange], *, background: bool = False
+    ) -> ThreadedFlight:
         number, self._count = self._count, self._count + 1
         with self._group.changed:
             flight = self._inner.launch(ballot, tally, exchanges)

@@ -198,13 +198,13 @@ class Feedback:
     elementwise = False
 
     def init(self, shape: Sequence[int]) -> State:
-        return {"residual": torch.zeros(tuple(shape))}
+        return {"own.residual": torch.zeros(tuple(shape))}
 
     def average(self, tensor: Tensor, state: State) -> Exchange:
-        owed = tensor + state["residual"]
+        owed = tensor + state["own.residual"]
         coarse = (owed * 2).round() / 2
         mean = yield Mean(coarse)
-        return mean, {"residual": owed - coarse}
+        return mean, {"own.residual": owed - coarse}
 
     def sent_bytes(self, shape: Sequence[int], *, num_replicas: int, replica: int) -> int:
         return mean_sent_bytes(math.prod(shape), 4, num_replicas=num_replicas, replica=replica)

@@ -157,7 +157,7 @@ def test_what_was_sent_and_what_is_owed_add_up_to_what_was_done(schedule: Schedu
         names = [name for fragment in fleet.names for name in fragment if start_params()[name].numel()]
         codes = [code for item in member.sync.replica_state()["fragments"] for code in item["codes"]]
         for name, code in zip(names, codes, strict=True):
-            owed[name] += code["residual"]
+            owed[name] += code["own.residual"]
     assert any(value.any() for value in owed.values()), "nothing was rounded"
     for name, start in start_params().items():
         sent = 2 * (start - fleet.anchor()[name])
