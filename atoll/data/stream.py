@@ -7,9 +7,11 @@ The order is computed and not stored, so that going to sample 10^7 costs what go
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.data.permutation import permutation_key, permute
@@ -56,8 +58,11 @@ class ShardStream:
 
     def next_batch(self, batch_size: int) -> Tensor:
         check_batch_size(batch_size, self.num_examples, replica=self._identity["replica"])
-        positions = np.arange(self._position, self._position + batch_size)
         self._position += batch_size
+        return self.read(np.arange(self._position - batch_size, self._position))
+
+    def read(self, positions: NDArray[np.int64]) -> Tensor:
+        """The sequences at `positions` of the endless order, wherever the stream itself is."""
         epochs, samples = np.divmod(positions, self.num_examples)
         orders = [self._order(int(epoch), samples[epochs == epoch]) for epoch in np.unique(epochs)]
         return self._shard.packed.read(self._shard.rows[np.concatenate(orders)])
@@ -69,9 +74,86 @@ class ShardStream:
         check_identity(state, self._identity)
         self._position = read_count(state, "position")
 
-    def _order(self, epoch: int, samples: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _order(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         key = permutation_key(self._identity["seed"], self._identity["replica"], epoch)
         return permute(samples, self.num_examples, key=key)
+
+
+class LeasedStream:
+    """A stream that reads only what was leased to it: ranges of positions in one order that all replicas share.
+
+    Taken in the order they were leased. `used` are the ranges read since `settle` was last called, for whoever keeps
+    account of them.
+    """
+
+    def __init__(self, order: ShardStream) -> None:
+        self._order = order
+        self._leased: list[tuple[int, int]] = []
+        self._used: list[tuple[int, int]] = []
+
+    @property
+    def num_examples(self) -> int:
+        return self._order.num_examples
+
+    @property
+    def remaining(self) -> int:
+        """Samples leased and not read."""
+        return sum(stop - start for start, stop in self._leased)
+
+    @property
+    def used(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._used)
+
+    @property
+    def leased(self) -> tuple[tuple[int, int], ...]:
+        """Everything that is this stream's and not settled: read or not."""
+        return (*self._used, *self._leased)
+
+    def lease(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Add ranges [start, stop) to what may be read."""
+        self._leased.extend(ranges)
+
+    def settle(self) -> tuple[tuple[int, int], ...]:
+        """What was read goes into somebody's account: returned, and no longer among `used`."""
+        used, self._used = self.used, []
+        return used
+
+    def owe(self, used: Iterable[tuple[int, int]]) -> None:
+        """What `settle` returned comes back: it was read, and is in nobody's account."""
+        self._used = [*used, *self._used]
+
+    def give_up(self) -> None:
+        """Forget every range: they have been leased to somebody else."""
+        self._leased.clear()
+        self._used.clear()
+
+    def next_batch(self, batch_size: int) -> Tensor:
+        check_batch_size(batch_size, self.num_examples, replica=0)
+        assert self.remaining >= batch_size, "a replica asks for its lease before it reads"
+        return self._order.read(np.concatenate([np.arange(*self._take(1)) for _ in range(batch_size)]))
+
+    def _take(self, samples: int) -> tuple[int, int]:
+        start, stop = self._leased[0]
+        taken = (start, min(stop, start + samples))
+        if taken[1] == stop:
+            self._leased.pop(0)
+        else:
+            self._leased[0] = (taken[1], stop)
+        self._note(taken)
+        return taken
+
+    def _note(self, taken: tuple[int, int]) -> None:
+        if self._used and self._used[-1][1] == taken[0]:
+            self._used[-1] = (self._used[-1][0], taken[1])
+        else:
+            self._used.append(taken)
+
+    def state_dict(self) -> State:
+        return {"leased": [list(r) for r in self._leased], "used": [list(r) for r in self._used]}
+
+    def load_state_dict(self, state: State) -> None:
+        self._leased = [(int(start), int(stop)) for start, stop in state["leased"]]
+        self._used = [(int(start), int(stop)) for start, stop in state["used"]]
 
 
 def check_batch_size(batch_size: int, num_examples: int, *, replica: int) -> None:

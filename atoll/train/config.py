@@ -122,6 +122,22 @@ class TrainConfig(Section):
     prune_fraction: float = Field(0.0, ge=0, lt=1, description="share of each pseudo-gradient set to zero")
     prune_rule: Literal["magnitude", "sign"] = "magnitude"
 
+    # islands that come and go
+    elastic: bool = Field(False, description="replicas may join, leave and die while the run goes on")
+    min_replicas: int = Field(
+        1, ge=1, description="elastic: the run ends when fewer are left for longer than deadline_s"
+    )
+    quorum: float = Field(
+        0.5, gt=0, le=1, description="elastic: share of the replicas that must be ready to close a round"
+    )
+    deadline_s: float = Field(
+        30.0, gt=0, description="elastic: the longest a round waits for a replica after the quorum"
+    )
+    clip_ratio: float = Field(
+        10.0, gt=1, description="elastic: a contribution this many times the median norm is refused"
+    )
+    adapt_inner_steps: bool = Field(True, description="elastic: a slower replica takes fewer steps a round (DyLU)")
+
     # the run
     engine: Literal["torchdist", "local"] = Field("torchdist", description="a process a replica, or all in one process")
     seed: int = Field(0, ge=0, lt=2**32, description="of the weights, the order of the data and dropout")
@@ -168,7 +184,30 @@ class TrainConfig(Section):
                 "average_inner_state=true needs replica_schedule='constant' and optimizer='adamw': a replica that sits "
                 "out has no inner state to average. Change one of them."
             )
+        if self.elastic:
+            _check_elastic(self)
         return self
+
+
+def _check_elastic(config: TrainConfig) -> None:
+    """Rounds whose replicas come and go have no use for experiments that say beforehand who takes part."""
+    fixed = {
+        "method": "diloco",
+        "engine": "torchdist",
+        "pretrain_steps": 0,
+        "replica_schedule": "constant",
+        "drop_probability": 0.0,
+        "average_inner_state": False,
+        "data.shard": "iid",
+    }
+    settings = flatten(config.model_dump())
+    wrong = [f"{key}={settings[key]!r}" for key, value in fixed.items() if settings[key] != value]
+    if wrong or config.data.source.startswith("hf:"):
+        wrong = wrong or [f"data.source={config.data.source!r}"]
+        raise ValueError(
+            f"elastic=true cannot be combined with {', '.join(wrong)}: islands lease samples from one order and decide "
+            "by themselves who takes part. Leave that setting as it is by default, or elastic out."
+        )
 
 
 # Settings that change what is computed: a run may not be resumed with others.
@@ -176,6 +215,7 @@ FREE = frozenset(
     {
         *("device", "dtype", "threads", "engine", "output_dir", "save_steps", "keep_last", "eval_steps"),
         *("eval_sequences", "logging_steps", "report_to", "resume", "port", "timeout_s", "init_from"),
+        *("min_replicas", "quorum", "deadline_s", "clip_ratio"),
     }
 )
 

@@ -24,6 +24,7 @@ from atoll.train.checkpoint import CheckpointWriter, load_json, load_state, refu
 from atoll.train.config import essential
 
 if TYPE_CHECKING:
+    from atoll.train.replica import Replica
     from atoll.train.run import Run
 
 STATE = "state.json"
@@ -56,7 +57,7 @@ def resume_run(run: Run, folder: Path) -> None:
     """Put `run` exactly where the checkpoint `folder` was taken."""
     summary = load_json(folder / STATE)
     refuse_other_config(summary["settings"], essential(run.config))
-    anchor = _load_anchor(folder, run)
+    anchor = load_anchor(folder, run.members[0].replica)
     shared = load_state(folder / OUTER)
     for member in run.members:
         own = load_state(folder / f"replica-{member.index}.safetensors")
@@ -79,15 +80,14 @@ def _summary(run: Run, step: int) -> dict[str, object]:
     }
 
 
-def _load_anchor(folder: Path, run: Run) -> dict[str, Tensor]:
+def load_anchor(folder: Path, replica: Replica) -> dict[str, Tensor]:
     """The anchor by the names of the model's trainable parameters; a tied weight is saved under one of its names."""
     saved = load_file(folder / "model.safetensors")
-    model = run.members[0].replica.model
     aliases: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in replica.model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(param), []).append(name)
     anchor = {}
-    for name, param in run.members[0].replica.trainable().items():
+    for name, param in replica.trainable().items():
         found = [alias for alias in aliases[id(param)] if alias in saved]
         if not found:
             raise CheckpointError(

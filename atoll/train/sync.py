@@ -448,6 +448,11 @@ class ReplicaSync:
         fragment.codes_ahead = list(fragment.codes)
         return report
 
+    def restart(self) -> None:
+        """Throw the progress of this replica away: its parameters become the anchor."""
+        for fragment in self._fragments:
+            fragment.restart()
+
     def take_back(self, index: int) -> None:
         """What was offered is not sent: it is owed to the next round."""
         self._take_back(self._fragments[index])
@@ -665,6 +670,31 @@ class ReplicaSync:
                 _fill(fragment.layout, fragment.views(value), outer, f"{key}.")
             fragment.count = count
             fragment.digest = _digest([fragment.anchor])
+
+    def shared_codes(self) -> dict[str, Tensor]:
+        """What compressors hold alike on all replicas, by fragment, bucket and key."""
+        return {
+            f"{number}.{place}.{key}": value
+            for number, fragment in enumerate(self._fragments)
+            for place, code in enumerate(fragment.codes)
+            for key, value in code.items()
+            if not key.startswith("own.")
+        }
+
+    def load_shared_codes(self, codes: Mapping[str, Tensor]) -> None:
+        """Take over what `shared_codes` gave on another replica."""
+        for name, value in codes.items():
+            number, place, key = name.split(".", 2)
+            fragment = self._fragments[int(number)]
+            fragment.codes[int(place)] = fragment.codes[int(place)] | {key: value}
+        for fragment in self._fragments:
+            fragment.codes_ahead = list(fragment.codes)
+
+    def measure_digest(self) -> str:
+        """As `digest`, of the anchor as it is in memory now: finds what changed without anybody's doing."""
+        for fragment in self._fragments:
+            fragment.digest = _digest([fragment.anchor])
+        return self.digest()
 
     def replica_state(self) -> dict[str, object]:
         """What is this replica's own: bases, compressor state, rounds in flight. Their owner saves the parameters."""
