@@ -11,14 +11,17 @@ the local transport with the other replicas of the process, the network transpor
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+
+CODED_CHUNK = 1 << 16  # elements that are decoded, averaged and encoded at a time: their fp32 values stay in cache
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,12 @@ class Mean:
 
     `tensor` travels in its own dtype; the owner of each slice sums in fp32 in replica order, divides by the sum of the
     weights and rounds once, so that every replica receives the same bytes. The answer has its shape and dtype.
+
+    measured: the tensors are the contributions (or have their inner products), so their inner products are wanted.
     """
 
     tensor: Tensor
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,16 @@ class CodedMean:
 
     payload: what `codec.encode` made of (numel,) values. The owner of each slice decodes those of all contributors,
     averages them in fp32 and encodes once more; the answer, (numel,) fp32, is decoded from the same bytes everywhere.
+
+    owed: (numel,) fp32 or None. The owner of a slice adds to its part of it, in place, what the second encoding lost,
+    as if that were this replica's to send; see `coded_mean`. measured: as in `Mean`.
     """
 
     payload: Tensor
     codec: Codec
     numel: int
+    owed: Tensor | None = None
+    measured: bool = True
 
 
 Request = Mean | CodedMean | Gather
@@ -120,6 +131,86 @@ def mean_sent_bytes(numel: int, itemsize: int, *, num_replicas: int, replica: in
     return itemsize * ((numel - own) + own * (num_replicas - 1))
 
 
+@dataclass(frozen=True)
+class CodedSlice:
+    """What one replica owns of a coded tensor: some elements, and the bytes of their blocks."""
+
+    elements: slice
+    payload: slice
+
+    @property
+    def numel(self) -> int:
+        return int(self.elements.stop - self.elements.start)
+
+
+def coded_slices(numel: int, codec: Codec, num_replicas: int) -> list[CodedSlice]:
+    """The slice each replica owns when `numel` coded elements are averaged; cut between blocks.
+
+    Five elements in blocks of two are three blocks, the last half full:
+
+    >>> from types import SimpleNamespace
+    >>> for part in coded_slices(5, SimpleNamespace(block=2, block_bytes=7), 2):
+    ...     print(part.elements, part.payload)
+    slice(0, 2, None) slice(0, 7, None)
+    slice(2, 5, None) slice(7, 21, None)
+    """
+    num_blocks = -(-numel // codec.block)
+    return [
+        CodedSlice(
+            slice(start * codec.block, min(stop * codec.block, numel)),
+            slice(start * codec.block_bytes, stop * codec.block_bytes),
+        )
+        for start, stop in pairwise(slice_bounds(num_blocks, num_replicas))
+    ]
+
+
+def coded_mean_sent_bytes(numel: int, codec: Codec, *, num_replicas: int, replica: int) -> int:
+    """Exact bytes that `replica` sends for one `CodedMean` of `numel` elements."""
+    num_blocks = -(-numel // codec.block)
+    return mean_sent_bytes(num_blocks, codec.block_bytes, num_replicas=num_replicas, replica=replica)
+
+
+def coded_mean(
+    payloads: Sequence[Tensor],
+    weights: Sequence[float],
+    codec: Codec,
+    numel: int,
+    *,
+    owed: Tensor | None = None,
+    owner: int = 0,
+    watch: Callable[[Sequence[Tensor]], None] | None = None,
+) -> Tensor:
+    """The weighted mean of coded values, coded once more: what the owner of a slice computes and sends to all.
+
+    payloads: uint8, of `numel` elements each; of a replica of weight 0 it may be anything, also empty.
+    owed: (numel,) fp32 of replica `owner`, or None. What coding the mean lost is added to it, times Σw / w of the
+    owner: sent with that weight in a later round, it moves the mean by just what was lost. An owner of weight 0 keeps
+    nothing of a round, so there it is left alone.
+    watch: called with the decoded values of all replicas (zeros for weight 0), a cache-sized part at a time.
+    """
+    coded = torch.empty(-(-numel // codec.block) * codec.block_bytes, dtype=torch.uint8, device=payloads[0].device)
+    for part in _chunks(numel, codec):
+        rows = [
+            codec.decode(payload[part.payload], part.numel)
+            if weight > 0
+            else torch.zeros(part.numel, device=coded.device)
+            for payload, weight in zip(payloads, weights, strict=True)
+        ]
+        if watch is not None:
+            watch(rows)
+        mean = weighted_mean(rows, weights)
+        coded[part.payload] = codec.encode(mean)
+        if owed is not None and weights[owner] > 0:
+            mean -= codec.decode(coded[part.payload], part.numel)
+            owed[part.elements] += mean.mul_(sum(weights) / weights[owner])
+    return coded
+
+
+def _chunks(numel: int, codec: Codec) -> list[CodedSlice]:
+    """Parts of about `CODED_CHUNK` elements."""
+    return coded_slices(numel, codec, max(1, -(-numel // max(CODED_CHUNK, codec.block))))
+
+
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float], *, out: Tensor | None = None) -> Tensor:
     """Σ wᵢ xᵢ / Σ wᵢ over the replicas with wᵢ > 0, summed in fp32 in replica order, as fp32.
 
@@ -143,15 +234,3 @@ def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float], *, out: T
     for tensor, share in shares[1:]:
         out.add_(tensor.to(torch.float32), alpha=share)
     return out if total == 1 else out.div_(total)
-
-
-def coded_mean(payloads: Sequence[Tensor], weights: Sequence[float], codec: Codec, numel: int) -> Tensor:
-    """The weighted mean of coded values, coded once more: what the owner of a slice computes and sends to all.
-
-    payloads: uint8, of `numel` elements each; of a replica of weight 0 it may be anything, also empty.
-    """
-    rows = [
-        codec.decode(payload, numel) if weight > 0 else payload
-        for payload, weight in zip(payloads, weights, strict=True)
-    ]
-    return codec.encode(weighted_mean(rows, weights))

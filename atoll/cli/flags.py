@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def is_bool(self) -> bool:
-        return self.field.annotation is bool
+        return self.field.annotation in (bool, bool | None)
 
     @property
     def is_number(self) -> bool:

@@ -7,13 +7,15 @@ replica must have launched before any asks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from atoll.comm.base import Tally
 from atoll.exchange import (
+    CodedMean,
     Exchange,
     Gather,
     Gathered,
@@ -21,9 +23,15 @@ from atoll.exchange import (
     Request,
     State,
     Traffic,
+    coded_mean,
+    coded_mean_sent_bytes,
+    coded_slices,
     mean_sent_bytes,
     weighted_mean,
 )
+
+_Watch = Callable[[Sequence[Tensor]], None] | None
+_Kind = TypeVar("_Kind", Mean, CodedMean, Gather)
 
 
 class LocalGroup:
@@ -90,7 +98,7 @@ class _Launch:
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
         self.sent_bytes = [0] * num_replicas
-        self.gram = torch.zeros(num_replicas, num_replicas, dtype=torch.float64)
+        self.gram: Tensor | None = torch.zeros(num_replicas, num_replicas, dtype=torch.float64)
         self._ballots: dict[int, bytes] = {}
         self._exchanges: dict[int, Iterator[Exchange]] = {}
         self._ready: list[deque[tuple[Tensor, State]]] = [deque() for _ in range(num_replicas)]
@@ -134,12 +142,17 @@ class _Launch:
         return True
 
     def count(self, requests: Sequence[Request]) -> None:
-        """Add what a network would carry for these requests, and the inner products of what is averaged."""
+        """Add what a network would carry for these requests."""
         for replica, request in enumerate(requests):
             self.sent_bytes[replica] += _sent_bytes(request, num_replicas=self.num_replicas, replica=replica)
-        if isinstance(requests[0], Mean):
-            rows = torch.stack([_mean_of(request).reshape(-1).to(torch.float32) for request in requests])
-            self.gram += (rows @ rows.T).to(torch.float64)
+        if isinstance(requests[0], Gather):
+            self.gram = None  # what is handed round is opaque
+
+    def add_inner_products(self, rows: Sequence[Tensor]) -> None:
+        """Of the same elements of all contributions."""
+        if self.gram is not None:
+            stacked = torch.stack([row.reshape(-1).to(torch.float32) for row in rows])
+            self.gram += (stacked @ stacked.T).to(torch.float64)
 
 
 def drive_together(
@@ -157,7 +170,7 @@ def drive_together(
     while True:
         if launch is not None:
             launch.count(requests)
-        answers = _answer(requests, weights)
+        answers = _answer(requests, weights, None if launch is None else launch.add_inner_products)
         results, requests = [], []
         for exchange, answer in zip(exchanges, answers, strict=True):
             try:
@@ -169,23 +182,53 @@ def drive_together(
             return results
 
 
-def _answer(requests: Sequence[Request], weights: Sequence[float]) -> list[Tensor] | list[Gathered]:
-    if isinstance(requests[0], Mean):
-        mean = weighted_mean([_mean_of(request) for request in requests], weights)
-        dtype = _mean_of(requests[0]).dtype
-        return [mean.to(dtype, copy=True) for _ in requests]
-    payloads = [request.payload for request in requests if isinstance(request, Gather)]
-    assert len(payloads) == len(requests), "replicas asked for different things in one exchange"
+def _answer(requests: Sequence[Request], weights: Sequence[float], watch: _Watch) -> Sequence[Tensor | Gathered]:
+    first = requests[0]
+    if isinstance(first, Mean):
+        return _answer_mean(_alike(requests, Mean), weights, watch if first.measured else None)
+    if isinstance(first, CodedMean):
+        return _answer_coded_mean(_alike(requests, CodedMean), weights, watch if first.measured else None)
+    payloads = [request.payload for request in _alike(requests, Gather)]
     return [Gathered(payloads, weights) for _ in requests]
 
 
-def _mean_of(request: Request) -> Tensor:
-    assert isinstance(request, Mean), "replicas asked for different things in one exchange"
-    return request.tensor
+def _answer_mean(requests: Sequence[Mean], weights: Sequence[float], watch: _Watch) -> list[Tensor]:
+    if watch is not None:
+        watch([request.tensor for request in requests])
+    mean = weighted_mean([request.tensor for request in requests], weights)
+    return [mean.to(requests[0].tensor.dtype, copy=True) for _ in requests]
+
+
+def _answer_coded_mean(requests: Sequence[CodedMean], weights: Sequence[float], watch: _Watch) -> list[Tensor]:
+    codec, numel = requests[0].codec, requests[0].numel
+    parts = []
+    for owner, part in enumerate(coded_slices(numel, codec, len(requests))):
+        owed = requests[owner].owed
+        parts.append(
+            coded_mean(
+                [request.payload[part.payload] for request in requests],
+                weights,
+                codec,
+                part.numel,
+                owner=owner,
+                owed=None if owed is None else owed[part.elements],
+                watch=watch,
+            )
+        )
+    payload = torch.cat(parts)
+    return [codec.decode(payload, numel) for _ in requests]
+
+
+def _alike(requests: Sequence[Request], kind: type[_Kind]) -> list[_Kind]:
+    same = [request for request in requests if isinstance(request, kind)]
+    assert len(same) == len(requests), "replicas asked for different things in one exchange"
+    return same
 
 
 def _sent_bytes(request: Request, *, num_replicas: int, replica: int) -> int:
+    size = {"num_replicas": num_replicas, "replica": replica}
     if isinstance(request, Mean):
-        tensor = request.tensor
-        return mean_sent_bytes(tensor.numel(), tensor.element_size(), num_replicas=num_replicas, replica=replica)
+        return mean_sent_bytes(request.tensor.numel(), request.tensor.element_size(), **size)
+    if isinstance(request, CodedMean):
+        return coded_mean_sent_bytes(request.numel, request.codec, **size)
     return request.payload.numel() * (num_replicas - 1)

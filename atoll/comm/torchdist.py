@@ -43,6 +43,7 @@ from atoll.exchange import (
     State,
     Traffic,
     coded_mean,
+    coded_slices,
     slice_bounds,
     weighted_mean,
 )
@@ -240,29 +241,38 @@ class _Course:
 
 
 class _Plain:
-    """Values that travel as they are."""
+    """Values that travel as they are. measured: their inner products are wanted."""
 
     unit = 1  # elements that must not be cut apart
 
-    def values(self, row: Tensor) -> Tensor:
+    def __init__(self, request: Mean) -> None:
+        self.measured = request.measured
+
+    def values(self, row: Tensor, owner: int) -> Tensor:
         return row.to(torch.float32)
 
-    def mean(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    def mean(self, rows: Sequence[Tensor], weights: Sequence[float], owner: int) -> Tensor:
         return weighted_mean(rows, weights).to(rows[0].dtype)
 
 
 class _Codes:
-    """Values that travel as codes: uint8, `unit` bytes a block."""
+    """Values that travel as codes: uint8, `unit` bytes a block. What coding the mean loses, the owner of it owes."""
 
-    def __init__(self, request: CodedMean) -> None:
-        self._codec = request.codec
+    def __init__(self, request: CodedMean, wire: _Wire) -> None:
+        self.measured = request.measured
         self.unit = request.codec.block_bytes
+        self._codec = request.codec
+        self._parts = coded_slices(request.numel, request.codec, wire.num_replicas)
+        self._replica = wire.replica
+        self._owed = request.owed
 
-    def values(self, row: Tensor) -> Tensor:
-        return self._codec.decode(row, row.numel() // self.unit * self._codec.block)
+    def values(self, row: Tensor, owner: int) -> Tensor:
+        return self._codec.decode(row, self._parts[owner].numel)
 
-    def mean(self, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        return coded_mean(rows, weights, self._codec, max(row.numel() for row in rows) // self.unit * self._codec.block)
+    def mean(self, rows: Sequence[Tensor], weights: Sequence[float], owner: int) -> Tensor:
+        part = self._parts[owner]
+        owed = self._owed[part.elements] if self._owed is not None and owner == self._replica else None
+        return coded_mean(rows, weights, self._codec, part.numel, owed=owed, owner=owner)
 
 
 _Kind = _Plain | _Codes
@@ -396,10 +406,10 @@ class TorchDistFlight:
                 payloads = yield from self._gather(lane, payload.contiguous())
                 return Gathered(payloads, self._agreed_weights())
             case CodedMean():
-                payload = yield from self._average(lane, request.payload, _Codes(request))
+                payload = yield from self._average(lane, request.payload, _Codes(request, self._wire))
                 return request.codec.decode(payload, request.numel)
             case Mean(tensor):
-                averaged = yield from self._average(lane, tensor.detach().reshape(-1), _Plain())
+                averaged = yield from self._average(lane, tensor.detach().reshape(-1), _Plain(request))
                 return averaged.view(tensor.shape)
 
     def _gather(self, lane: _Lane, own: Tensor) -> _Steps:
@@ -425,7 +435,7 @@ class TorchDistFlight:
         yield lane.post(outgoing, {peer: rows[peer] for peer in wire.peers})
         self._add_inner_products(rows, kind)
         home = means[wire.replica]
-        home.copy_(kind.mean(rows, self._agreed_weights()))
+        home.copy_(kind.mean(rows, self._agreed_weights(), wire.replica))
         yield lane.post(dict.fromkeys(wire.peers, home), {peer: means[peer] for peer in wire.peers})
         return averaged
 
@@ -439,7 +449,10 @@ class TorchDistFlight:
         first, second = self._agreed_weights()
         if first == second and flat.dtype == torch.float32:
             return torch.add(*rows, out=received).mul_(0.5)  # as weighted_mean, bit for bit, in half the passes
-        return kind.mean(rows, [first, second])
+        if isinstance(kind, _Plain):
+            return kind.mean(rows, [first, second], 0)
+        halves = zip(*(self._slices(row, kind) for row in rows), strict=True)
+        return torch.cat([kind.mean(half, [first, second], owner) for owner, half in enumerate(halves)])
 
     def _size(self, replica: int, like: Tensor) -> int:
         """Elements that `replica` sends where all others send as many as `like` has."""
@@ -456,8 +469,11 @@ class TorchDistFlight:
 
     def _add_inner_products(self, rows: Sequence[Tensor], kind: _Kind) -> None:
         """Of the contributions to the slice this replica owns, while they are in the cache."""
+        if not kind.measured:
+            return
+        owner = self._wire.replica
         longest = max(row.numel() for row in rows)
-        values = [kind.values(row if row.numel() == longest else row.new_zeros(longest)) for row in rows]
+        values = [kind.values(row if row.numel() == longest else row.new_zeros(longest), owner) for row in rows]
         products = [torch.dot(left, right) for i, left in enumerate(values) for right in values[: i + 1]]
         self._products.append(torch.stack(products))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from atoll.algo.adopt import ADOPT_RULES
 from atoll.algo.outer import OUTER_OPTIMIZERS
-from atoll.compress import COMPRESSORS
+from atoll.compress import COMPRESSORS, build_compressor
 from atoll.errors import ConfigError, nearest
 from atoll.train.sync import OuterSettings
 
@@ -51,7 +51,7 @@ class SyncSettings:
         return OuterSettings(
             optimizer=OUTER_OPTIMIZERS[self.outer_optimizer](self.outer_momentum, self.outer_epsilon),
             lr=lambda step: self.outer_lr,
-            compressor=COMPRESSORS[self.compressor],
+            compressor=build_compressor(self.compressor),
             adopt=ADOPT_RULES[self.adopt](self.alpha, 1.0),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from atoll.algo.fragments import strided_fragments
 from atoll.algo.outer import OUTER_OPTIMIZERS, cosine_lr
 from atoll.algo.schedule import Schedule
 from atoll.comm.base import Transport
-from atoll.compress import COMPRESSORS
+from atoll.compress import Compressor, CompressorOptions, build_compressor, check_compressor
 from atoll.data import TextData, load_data
 from atoll.errors import ConfigError, StorageError
 from atoll.models import build_model, load_model
@@ -54,11 +54,14 @@ def build_run(
     data = data or load_data(
         config.data, sequence_length=config.sequence_length, num_replicas=config.replicas, seed=config.seed
     )
-    schedule = schedule or Schedule(config.inner_steps, first_step=config.pretrain_steps)
+    schedule = schedule or make_schedule(config)
     members = [_build_member(config, transport, data, device=device, schedule=schedule) for transport in transports]
     if console is not None:
         console.line(f"data: {data.describe()}")
         console.line(_describe_model(config, members[0]))
+        shapes = [tuple(param.shape) for param in members[0].replica.trainable().values()]
+        for warning in warnings_of(config, shapes):
+            console.line(f"warning: {warning}")
     run = Run(
         config,
         members,
@@ -70,6 +73,45 @@ def build_run(
     )
     _open_run_dir(run)
     return run
+
+
+def make_schedule(config: TrainConfig) -> Schedule:
+    """When what is sent and when it lands, as `config` says."""
+    return Schedule(
+        config.inner_steps,
+        num_fragments=config.fragments,
+        delay=config.resolved_delay,
+        blocking_first=config.resolved_delay > 0 and config.first_round == "blocking",
+        first_step=config.pretrain_steps,
+    )
+
+
+def compressor_options(config: TrainConfig) -> CompressorOptions:
+    """What `config` tells its compressor."""
+    return CompressorOptions(rank=config.rank, feedback=config.error_feedback, residual_dtype=config.residual_dtype)
+
+
+def make_compressor(config: TrainConfig) -> Compressor:
+    """The compressor that `config` names."""
+    return build_compressor(config.compressor, compressor_options(config))
+
+
+HOT_GAIN = 4.0  # of the outer optimizer, η/(1−μ), beyond which a round of delay makes training swing
+
+
+def warnings_of(config: TrainConfig, shapes: Iterable[Sequence[int]]) -> list[str]:
+    """What is likely to train badly in `config`, each with the value that would do. shapes: of all parameters."""
+    warnings = check_compressor(
+        config.compressor, compressor_options(config), shapes=shapes, outer_momentum=config.outer_momentum
+    )
+    momentum = config.outer_momentum if config.outer_optimizer in ("nesterov", "momentum") else 0.0
+    gain = config.outer_lr / (1 - momentum)
+    if config.resolved_delay >= config.inner_steps and gain > HOT_GAIN:
+        warnings.append(
+            f"outer_lr={config.outer_lr:g} with outer_momentum={momentum:g} moves {gain:.1f} times the mean progress, "
+            "and a round late it overshoots. Use outer_lr=0.6 and outer_momentum=0.4 with schedule=delayed."
+        )
+    return warnings
 
 
 def set_threads(config: TrainConfig, num_processes: int) -> None:
@@ -102,8 +144,8 @@ def outer_settings(config: TrainConfig, schedule: Schedule) -> OuterSettings:
     return OuterSettings(
         optimizer=OUTER_OPTIMIZERS[config.outer_optimizer](config.outer_momentum, config.outer_epsilon),
         lr=lr,
-        compressor=COMPRESSORS[config.compressor],
-        adopt=ADOPT_RULES[config.adopt](config.alpha, config.carry_share),
+        compressor=make_compressor(config),
+        adopt=ADOPT_RULES[config.resolved_adopt](config.alpha, config.resolved_carry_share),
         keep_contribution=schedule.delay > 0,
         prune_rule=config.prune_rule,
         prune_fraction=config.prune_fraction,
@@ -125,7 +167,7 @@ def _build_member(
     stream = data.stream(transport.replica)
     replica = Replica(transport.replica, model=model, stream=stream, config=config, device=device)
     if config.method == "data-parallel":
-        sync = GradientSync(replica.trainable(), transport, COMPRESSORS[config.compressor])
+        sync = GradientSync(replica.trainable(), transport, make_compressor(config))
         return Member(replica, transport, sync)
     fragments = strided_fragments(list(replica.trainable()), schedule.num_fragments)
     companions = replica.inner_moments if config.average_inner_state else list

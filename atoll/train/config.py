@@ -6,6 +6,8 @@ a message names the value, the rule and the way out. `essential` says which sett
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from atoll.errors import ConfigError, nearest
 # Settings whose value is a name in a registry.
 REGISTRIES: dict[str, Mapping[str, Any]] = {
     "outer_optimizer": outer.OUTER_OPTIMIZERS,
-    "adopt": adopt.ADOPT_RULES,
+    "adopt": {"auto": None, **adopt.ADOPT_RULES},
     "compressor": COMPRESSORS,
 }
 
@@ -105,10 +107,22 @@ class TrainConfig(Section):
     outer_lr_schedule: Literal["constant", "cosine"] = "constant"
     outer_epsilon: float = Field(0.1, gt=0, description="outer Adam only; small values are unstable")
     merge: Literal["uniform", "examples", "tokens"] = Field("uniform", description="what a replica's weight follows")
-    adopt: str = Field("replace", description="how a replica takes over the new anchor")
+    schedule: Literal["blocking", "delayed", "streaming"] = Field(
+        "blocking", description="rounds land at once, a whole round later, or a fragment at a time"
+    )
+    delay: int = Field(0, ge=0, description="inner steps from launch to landing; 0: what the schedule needs")
+    fragments: int = Field(1, ge=1, description="schedule=streaming: slices of the model, sent one after the other")
+    first_round: Literal["blocking", "delayed"] = Field("blocking", description="whether the first round lands at once")
+    adopt: str = Field("auto", description="how a replica takes over the new anchor; auto: what the schedule needs")
     alpha: float = Field(0.0, ge=0, le=1, description="adopt=lerp: how much of the replica's own parameters stays")
-    carry_share: float = Field(1.0, ge=0, le=1, description="adopt=carry: share kept of the progress the anchor lacks")
+    carry_share: float = Field(
+        0.0, ge=0, le=1, description="adopt=carry: share kept of the progress the anchor lacks; 0: 1/replicas"
+    )
     compressor: str = Field("identity", description="how a pseudo-gradient is sent; identity: fp32")
+    rank: int = Field(32, ge=1, description="compressor=lowrank: columns of the factors")
+    error_feedback: bool | None = Field(None, description="owe what a compressor left out; default: where it is needed")
+    residual_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of what error feedback owes")
+    adaptive: bool = Field(False, description="compressor=lowrank: rank and inner_steps follow the effective rank")
     average_inner_state: bool = Field(False, description="average the inner Adam state as well; sends 3x as much")
 
     # the experiments of the DiLoCo paper
@@ -128,7 +142,7 @@ class TrainConfig(Section):
         1, ge=1, description="elastic: the run ends when fewer are left for longer than deadline_s"
     )
     quorum: float = Field(
-        0.5, gt=0, le=1, description="elastic: share of the replicas that must be ready to close a round"
+        0.6, gt=0, le=1, description="elastic: share of the replicas that must be ready to close a round"
     )
     deadline_s: float = Field(
         30.0, gt=0, description="elastic: the longest a round waits for a replica after the quorum"
@@ -184,9 +198,51 @@ class TrainConfig(Section):
                 "average_inner_state=true needs replica_schedule='constant' and optimizer='adamw': a replica that sits "
                 "out has no inner state to average. Change one of them."
             )
+        _check_schedule(self)
         if self.elastic:
             _check_elastic(self)
         return self
+
+    @property
+    def resolved_delay(self) -> int:
+        """Inner steps from launch to landing."""
+        if self.schedule == "blocking":
+            return 0
+        return self.delay or (self.inner_steps if self.schedule == "delayed" else 1)
+
+    @property
+    def resolved_adopt(self) -> str:
+        """The adopt rule, where `auto` leaves it to the schedule."""
+        if self.adopt != "auto":
+            return self.adopt
+        return {"blocking": "replace", "delayed": "carry", "streaming": "lerp"}[self.schedule]
+
+    @property
+    def resolved_carry_share(self) -> float:
+        """The share of progress that `carry` keeps: 1/M damps the differences between replicas."""
+        return self.carry_share or 1 / self.replicas
+
+
+def _check_schedule(config: TrainConfig) -> None:
+    """Delays and fragments that belong to another schedule, and settings that need rounds to land at once."""
+    if config.schedule == "blocking" and (config.delay or config.fragments > 1):
+        raise ValueError(
+            f"schedule='blocking' lands every round at once and whole: delay={config.delay}, "
+            f"fragments={config.fragments} mean nothing. Use schedule=delayed or schedule=streaming."
+        )
+    if config.schedule == "delayed" and config.fragments > 1:
+        raise ValueError(
+            f"schedule='delayed' sends the model whole, not in fragments={config.fragments}. Use streaming."
+        )
+    if config.schedule != "blocking" and (config.method != "diloco" or config.average_inner_state):
+        raise ValueError(
+            f"schedule={config.schedule!r} lands rounds after they were launched, which method='data-parallel' and "
+            "average_inner_state=true have no use for. Use schedule=blocking, or leave those out."
+        )
+    if config.drop_probability and config.schedule != "blocking":
+        raise ValueError(
+            "drop_probability is an experiment of blocking rounds. Use schedule=blocking, or leave it at 0."
+        )
 
 
 def _check_elastic(config: TrainConfig) -> None:
@@ -230,10 +286,15 @@ def essential(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in flatten(config.model_dump()).items() if key.split(".")[0] not in free}
 
 
+def settings_digest(config: TrainConfig) -> str:
+    """Of the settings that all who take part in a run must share; hex."""
+    return hashlib.sha256(json.dumps(essential(config), sort_keys=True).encode()).hexdigest()
+
+
 def write_config_file(config: TrainConfig, path: str | Path) -> None:
     """Write every setting of `config` as TOML, whole or not at all."""
     draft = Path(path).with_suffix(".partial")
-    draft.write_text(tomlkit.dumps(config.model_dump()), encoding="utf-8")
+    draft.write_text(tomlkit.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
     draft.replace(path)
 
 

@@ -26,8 +26,11 @@ class GradientSync:
     """Averages the gradients of one replica with those of the others."""
 
     def __init__(self, params: Mapping[str, Tensor], transport: Transport, compressor: Compressor) -> None:
-        if not compressor.elementwise:
-            raise ConfigError("gradients are averaged with an elementwise compressor. Use identity, bf16 or fp16.")
+        if not compressor.elementwise or compressor.init((1,)):
+            raise ConfigError(
+                "gradients are averaged by a compressor that treats elements alike and keeps nothing between steps. "
+                "Use identity, bf16 or fp16."
+            )
         self.transport = transport
         self.round = 0
         self._params = dict(params)

@@ -31,7 +31,7 @@ from atoll.algo.outer import SGD, Nesterov, OuterOptimizer
 from atoll.algo.prune import PRUNE_RULES
 from atoll.comm.base import Flight, Transport
 from atoll.comm.torchdist import TorchDistTransport
-from atoll.compress import COMPRESSORS, Compressor
+from atoll.compress import IDENTITY, Compressor
 from atoll.compress.base import settle
 from atoll.errors import CheckpointError, ConfigError
 from atoll.exchange import Exchange, State, Traffic
@@ -50,7 +50,7 @@ class OuterSettings:
 
     optimizer: OuterOptimizer = field(default_factory=Nesterov)
     lr: Callable[[int], float] = lambda step: 0.7
-    compressor: Compressor = COMPRESSORS["identity"]
+    compressor: Compressor = IDENTITY
     adopt: AdoptRule = field(default_factory=replace)
     keep_contribution: bool = False
     prune_rule: str = "magnitude"
@@ -350,7 +350,7 @@ class ReplicaSync:
             present=present,
         )
         contribution = self._take_contribution(fragment, prune=not follow) if self._must_materialise() else None
-        compressor = COMPRESSORS["identity"] if follow else self.settings.compressor
+        compressor = IDENTITY if follow else self.settings.compressor
         self._send(fragment, ballot, contribution, adopts=adopts, compressor=compressor)
         if not follow and index == len(self._fragments) - 1:
             self._launch_companions(ballot)
@@ -457,9 +457,16 @@ class ReplicaSync:
         """What was offered is not sent: it is owed to the next round."""
         self._take_back(self._fragments[index])
 
-    def progress(self) -> list[Tensor]:
-        """Flat pseudo-gradient of every fragment: what no committed round holds of this replica's work."""
-        return [fragment.anchor - fragment.flat_params() for fragment in self._fragments]
+    def progress(self, *, without_offers: bool = False) -> list[Tensor]:
+        """Flat pseudo-gradient of every fragment: what no committed round holds of this replica's work.
+
+        without_offers: what was taken is in a committed round after all.
+        """
+        progress = [fragment.anchor - fragment.flat_params() for fragment in self._fragments]
+        for whole, fragment in zip(progress, self._fragments, strict=True):
+            for flown in fragment.flights if without_offers else ():
+                whole -= whole.clone() if flown.contribution is None else flown.contribution
+        return progress
 
     def rebase(self, progress: Sequence[Tensor] | None) -> None:
         """After `load_shared_state`: parameters become the anchor, less the progress that is kept from before."""
@@ -771,4 +778,4 @@ def _weigh_alike(packed: Sequence[bytes]) -> list[float]:
 
 
 def _average_plain(tensor: Tensor) -> Exchange:
-    return COMPRESSORS["identity"].average(tensor.detach().to(torch.float32), {})
+    return IDENTITY.average(tensor.detach().to(torch.float32), {})

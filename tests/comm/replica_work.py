@@ -16,7 +16,7 @@ from atoll.algo.fragments import Layout, buckets
 from atoll.comm.base import Flight, Transport
 from atoll.comm.local import LocalGroup
 from atoll.comm.torchdist import TorchDistTransport
-from atoll.compress import COMPRESSORS
+from atoll.compress import COMPRESSORS, CompressorOptions, build_compressor
 from atoll.errors import TransportError
 from atoll.exchange import Exchange, Gather, Mean
 
@@ -112,7 +112,8 @@ def one_gather(transport: Transport, num_bytes: int) -> Iterator[Any]:
 
 def every_code(transport: Transport, shapes: Sequence[Sequence[int]]) -> Iterator[Any]:
     flights = []
-    for name, compressor in sorted(COMPRESSORS.items()):
+    for name in sorted(COMPRESSORS):
+        compressor = build_compressor(name)
         exchanges = [
             compressor.average(contribution(transport.replica, number, shape), compressor.init(shape))
             for number, shape in enumerate(shapes)
@@ -229,3 +230,19 @@ def wait_for_an_absent_peer(replica: int, port: int, timeout_s: float) -> str:
         return str(error)
     finally:
         store.set("told", "")
+
+
+def codes_with_feedback(transport: Transport, names: Sequence[str], weights: Sequence[float]) -> Iterator[Any]:
+    """Digests of means and of all that is kept, of replicas that owe something already."""
+    exchanges = []
+    for name in names:
+        compressor = build_compressor(name, CompressorOptions(rank=4, reduction="requantise", feedback=True))
+        for number, shape in enumerate([(40, 300), (257,), (2, 3, 4)]):
+            owed = {"own.residual": contribution(transport.replica, 100 + number, shape)}
+            state = compressor.init(shape) | owed
+            exchanges.append(compressor.average(contribution(transport.replica, number, shape), state))
+    flight = transport.launch(ballot(weights[transport.replica]), tally, exchanges)
+    yield
+    yield [
+        (digest(mean), {key: digest(value) for key, value in sorted(state.items())}) for mean, state in flight.results()
+    ]

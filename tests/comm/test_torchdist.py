@@ -124,3 +124,13 @@ def test_an_absent_peer_is_an_error_after_the_timeout() -> None:
     told, absent = run_replicas(work.wait_for_an_absent_peer, 2, store.port, 0.3)
     assert absent == "absent"
     assert "replica 0" in told and "ballots" in told and "replica 1" in told and "timeout_s=0.3" in told
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [3, 1], [0, 2], [1, 1, 1], [2, 0, 1, 5]])
+def test_codes_and_what_they_leave_owed_are_the_same_over_gloo_and_in_one_process(weights: list[float]) -> None:
+    names = ["int8", "int4", "fp4", "stat2", "topk+stat2", "lowrank", "lowrank+int4"]
+    over_gloo, locally = both(len(weights), work.codes_with_feedback, names, weights)
+    assert over_gloo == locally
+    for replica, codes in enumerate(over_gloo):
+        assert [mean for mean, _ in codes] == [mean for mean, _ in over_gloo[0]], replica
+        assert [state.get("warm_start") for _, state in codes] == [state.get("warm_start") for _, state in over_gloo[0]]
