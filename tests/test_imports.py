@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors"},
     "elastic": {"errors", "exchange", "algo", "compress", "comm"},
     "parallel": {"errors", "exchange"},
-    "plan": {"errors", "exchange", "algo", "compress"},
+    "plan": {"errors", "exchange", "algo", "compress", "elastic"},
     "train": {"errors", "exchange", "algo", "compress", "comm", "elastic", "parallel", "data", "models"},
     "integrations": {"errors", "exchange", "algo", "compress", "comm", "train"},
     "recipes": {"errors", "train"},

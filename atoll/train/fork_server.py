@@ -13,11 +13,13 @@ from multiprocessing import forkserver
 def start_fork_server() -> None:
     """Start it, unless it runs already; it ends with the process that calls this. To be called in the main thread.
 
-    A Ctrl-C on the terminal reaches it as well, and would end it with a traceback while it still loads.
+    A Ctrl-C on the terminal reaches it as well, as does a SIGTERM to a whole service, and would end it with a traceback
+    while it loads, or while the workers it looks after still save.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["atoll.train.engine"])
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
