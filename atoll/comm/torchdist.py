@@ -19,6 +19,7 @@ overlap. Nothing measured decides what a beat does, so every replica posts its m
 from __future__ import annotations
 
 import re
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -309,6 +310,7 @@ class TorchDistFlight:
         self._done: Future[tuple[list[tuple[Tensor, State]], Traffic]] | None = None
         own = torch.frombuffer(bytearray(ballot), dtype=torch.uint8).to(wire.control_device)
         self._ballots = _Course(self._lane(_BALLOTS, "ballots").gather(own))
+        self._ballots_lock = threading.Lock()
 
     def begin(self) -> None:
         """Send the first exchanges: nothing is due yet, so nothing is waited for."""
@@ -320,7 +322,8 @@ class TorchDistFlight:
         self._done = thread.submit(lambda: (list(self._results()), self._traffic()))
 
     def ballots(self) -> Sequence[bytes]:
-        return [bytes(row.tolist()) for row in self._ballots.finish()]
+        with self._ballots_lock:  # the background wants to know the weights while the launcher asks as well
+            return [bytes(row.tolist()) for row in self._ballots.finish()]
 
     def results(self) -> Iterator[tuple[Tensor, State]]:
         """The result of each exchange in order; none where no replica has a positive weight."""

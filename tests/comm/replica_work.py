@@ -246,3 +246,17 @@ def codes_with_feedback(transport: Transport, names: Sequence[str], weights: Seq
     yield [
         (digest(mean), {key: digest(value) for key, value in sorted(state.items())}) for mean, state in flight.results()
     ]
+
+
+def background_rounds(replica: int, num_rounds: int) -> list[tuple[int, float]]:
+    """Rounds driven by the transport's own thread, whose ballots and results the launcher asks for at once."""
+    with_transport = TorchDistTransport(timeout_s=20.0)
+    seen = []
+    for number in range(num_rounds):
+        tensors = [torch.full((1000,), float(replica + number + part)) for part in range(4)]
+        flight = with_transport.launch(ballot(1.0), tally, (plain(tensor) for tensor in tensors), background=True)
+        ballots = flight.ballots()
+        seen.append((len(ballots), sum(float(mean[0]) for mean, _ in flight.results())))
+        flight.traffic()
+    with_transport.close()
+    return seen

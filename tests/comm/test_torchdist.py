@@ -134,3 +134,12 @@ def test_codes_and_what_they_leave_owed_are_the_same_over_gloo_and_in_one_proces
     for replica, codes in enumerate(over_gloo):
         assert [mean for mean, _ in codes] == [mean for mean, _ in over_gloo[0]], replica
         assert [state.get("warm_start") for _, state in codes] == [state.get("warm_start") for _, state in over_gloo[0]]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_the_background_and_the_launcher_may_ask_for_the_ballots_at_the_same_time(num_replicas: int) -> None:
+    mean_replica = (num_replicas - 1) / 2
+    right = [(num_replicas, 4 * (mean_replica + number) + 6) for number in range(60)]
+    for seen in run_replicas(work.background_rounds, num_replicas, 60):
+        assert [count for count, _ in seen] == [count for count, _ in right]
+        assert [total for _, total in seen] == pytest.approx([total for _, total in right])
