@@ -1,7 +1,7 @@
 """`atoll`: the commands, and what becomes of errors.
 
-Exit codes: 0 done; 1 a bug, with a traceback; 2 settings or usage; 3 unreachable or refused; 75 told to end (SIGTERM),
-saved; 130 interrupted (Ctrl-C).
+Exit codes: 0 done; 1 a bug, with a traceback; 2 settings or usage; 3 unreachable or refused; 4 evicted; 5 too few
+islands left; 75 told to end (SIGTERM), saved; 130 interrupted (Ctrl-C).
 
 Everything heavy is imported by the command that needs it: `atoll --help` and a typing error answer at once.
 """
@@ -12,10 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 import atoll
+from atoll.cli.elastic import COMMANDS
 from atoll.errors import AtollError
 
 INTERRUPTED, PREEMPTED, CLOSED_PIPE = 130, 75, 141
@@ -39,6 +41,10 @@ def cli() -> None:
     atoll train runs/x --resume auto            go on with a run that was stopped
     atoll generate runs/x -p "def main():"      text from the newest checkpoint of a run
     atoll export runs/x model                   a plain Hugging Face folder
+    atoll plan quickstart --step-time 20ms      what a run takes on your link
+    atoll coordinator quickstart                serve a run that other machines join
+    atoll join TOKEN                            train in such a run
+    atoll status runs/x                         how it is doing
     atoll doctor                                is this machine ready?
     """
 
@@ -111,6 +117,51 @@ def export(run: str, folder: str) -> None:
     write_folder(run, Path(folder))
 
 
+@cli.command(short_help="Know before you spend: time, bytes and memory of a run.")
+@click.argument("model", required=False)
+@click.option("--params", help="Parameters, as 1.3e9 or 1.3B, where no MODEL is given; needs --layers.")
+@click.option("--layers", type=int, help="Layers of such a model.")
+@click.option("--islands", type=click.IntRange(min=1), help="Islands that train apart. [default: the model's, or 2]")
+@click.option("--link", default="1gbit", show_default=True, help="Of an island: 100mbit, 10Gbps, or a matrix file.")
+@click.option("--latency", default="0ms", show_default=True, help="Of one message between islands, as 50ms.")
+@click.option("--devices", type=click.IntRange(min=1), help="Devices of an island, over which state is spread.")
+@click.option("--memory", help="Of a device, as 40GB: does it fit, and what must live on the host?")
+@click.option("--step-time", help="Of an inner step, pipeline bubble included, as 8.79s.")
+@click.option("--tflops", type=click.FloatRange(min=0), help="What a device sustains, where no step time is known.")
+@click.option("--tokens-per-step", help="Of all islands together. [default: the model's]")
+@click.option("--tokens", help="To train on, as 26e9: adds how long that takes.")
+@click.option("--inner-steps", type=int, help="H. [default: the model's; else 100, and the recommendation is free]")
+@click.option("--compressor", help="Of streaming and DiLoCoX. [default: the model's, or int4]")
+@click.option("--rank", type=click.IntRange(min=1), help="Of low-rank compressors. [default: width / 8]")
+@click.option("--fragments", type=click.IntRange(min=1), help="Of streaming. [default: three layers each]")
+@click.option("--delay", type=click.IntRange(min=1), help="Of streaming, in inner steps. [default: 1]")
+@click.option("--overhead", default="0s", show_default=True, help="Of each sync beside sending.")
+@click.option("--encode-rate", help="Fp32 bytes a device encodes and decodes a second, as 0.5GB/s.")
+@click.option("--measure", metavar="RUN", help="Take step time and overhead from the metrics of a run.")
+@click.option("--measured-link", help="The link of that run; without it all of its sync counts as overhead.")
+@click.option("--bf16/--fp32", default=None, help="Mixed precision. [default: fp32, bf16 for dilocox_107b]")
+@click.option("--json", is_flag=True, help="Print everything as JSON.")
+@click.option("--plot", metavar="FILE.png", help="Draw the share of time computed against bandwidth.")
+@click.option("--write", metavar="FILE.toml", help="Write the recommendation for `atoll train`.")
+@click.option("--table", help="streaming-diloco: the paper's table of bandwidths, computed again.")
+def plan(**values: Any) -> None:
+    """Compare data parallelism, DiLoCo, streaming and DiLoCoX for MODEL on your islands, and recommend one.
+
+    MODEL is a preset (dilocox_107b, dilocox_opt_1_3b, streaming_1b, sparseloco_1b), a recipe, a TOML file, a run, or a
+    Hugging Face config.json. Nothing is built and nothing is sent.
+
+    \b
+    atoll plan dilocox_107b --islands 2 --link 1gbit --step-time 8.79 --tokens-per-step 32768
+    atoll plan --params 1.3e9 --layers 24 --link 100mbit --tflops 150 --devices 8 --tokens-per-step 1e6 --plot plan.png
+    atoll plan --measure runs/x --link 100mbit --islands 8 --write next.toml
+    atoll plan --table streaming-diloco
+    """
+    from atoll.cli.plan import options_from
+    from atoll.cli.plan import plan as answer
+
+    answer(options_from(values))
+
+
 @cli.command(short_help="Is this machine ready to train?")
 @click.option("--output-dir", default="runs", show_default=True, help="Where runs will be written.")
 def doctor(output_dir: str) -> int:
@@ -121,6 +172,10 @@ def doctor(output_dir: str) -> int:
     from atoll.cli.doctor import doctor as examine
 
     return examine(Path(output_dir))
+
+
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 # --- the way out ---

@@ -24,6 +24,10 @@ class Hello:
     matter. address, port: where its workers can be reached by other members, and its donor service. round, digest: the
     committed state it holds; -1 and "" for none. founder: it may start a new run from its seed (round 0). seat: the
     number of the replica it would like to be, -1 for any. leased: ranges it holds and has not contributed yet.
+    in_flight: ranges of the contribution to round `in_flight_round` that it gave to an averaging whose outcome it was
+    not told (0: none). attempt: the highest number of an attempt, and position: of a sample, that it has heard of, for
+    a coordinator that lost its log. books: what the last settled `Welcome` said. fingerprint: of the key of its donor
+    service.
     """
 
     member: str
@@ -39,6 +43,12 @@ class Hello:
     founder: bool = False
     seat: int = -1
     leased: tuple[Range, ...] = ()
+    in_flight: tuple[Range, ...] = ()
+    in_flight_round: int = 0
+    attempt: int = 0
+    position: int = 0
+    books: str = ""
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Ready:
 
     base: digest of the anchor as it is in memory now. weight: tokens trained on. norm: of the pseudo-gradient.
     finite: it holds no NaN or infinity. steps: inner steps it took. used: ranges of samples that went into it.
-    sync_s: seconds it expects the averaging to take (0: unknown).
+    sync_s: seconds it expects the averaging to take (0: unknown). inner_s: seconds its inner steps took.
     """
 
     round: int
@@ -58,12 +68,14 @@ class Ready:
     steps: int
     used: tuple[Range, ...] = ()
     sync_s: float = 0.0
+    inner_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Reached:
     """The averaging of an attempt is done here. digest: of the anchor it leads to, which has not been adopted yet.
 
+    base: digest of the anchor it started from, as it is in memory; "" where it was not looked at.
     norms: of every participant's contribution as it was received, in the order of the attempt; empty where unknown.
     payload_bytes: that this member sent for parameters. wire_s: seconds the averaging took.
     """
@@ -71,6 +83,7 @@ class Reached:
     round: int
     attempt: int
     digest: str
+    base: str = ""
     norms: tuple[float, ...] = ()
     payload_bytes: int = 0
     wire_s: float = 0.0
@@ -80,16 +93,23 @@ class Reached:
 
 @dataclass(frozen=True)
 class Failed:
-    """The averaging of an attempt failed here."""
+    """The averaging of an attempt failed here, or this member has no result of an attempt that was committed.
+
+    unreachable: members that it could not reach, where it knows.
+    """
 
     round: int
     attempt: int
     why: str
+    unreachable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Have:
-    """This member now holds the committed state of `round`: it took it from a donor, or applied a commit."""
+    """The state this member holds now: it took it from a donor, or applied a commit.
+
+    Also said with what it held before when a donor could not be used; then it is told another.
+    """
 
     round: int
     digest: str
@@ -126,6 +146,10 @@ class Welcome:
 
     seat: the number of its replica, stable over its life. round, digest: what is committed (0 and "" before the first
     member says what round 0 is). current: the member holds that state; otherwise a `Donor` follows when there is one.
+    leased: what it may keep of the samples it said it holds. contributed: the last committed round that holds a
+    contribution of this member, or may hold one. settled: false while a coordinator that has no log asks its members
+    what is committed; nothing is decided by this Welcome then, and another follows. After each, a member that is ready
+    says `Ready` again. books: a name of the books on samples, which changes when they are lost.
     """
 
     boot: str
@@ -135,6 +159,11 @@ class Welcome:
     current: bool
     num_rounds: int
     beat_s: float
+    leased: tuple[Range, ...] = ()
+    contributed: int = -1
+    position: int = 0
+    settled: bool = True
+    books: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +206,9 @@ class Meet:
 class Commit:
     """Round `round` is committed: all participants of `attempt` adopt what they reached.
 
-    weights, refused: by seat. lone: one island alone made it while others exist.
+    weights, refused: by seat. lone: one island alone made it while others exist. fastest: tokens a second of the
+    fastest live member (0: unknown). position: the first sample that was never leased. Said again to a participant that
+    was away when it was said first.
     """
 
     round: int
@@ -186,6 +217,8 @@ class Commit:
     weights: dict[int, float] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
     lone: bool = False
+    fastest: float = 0.0
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,11 +231,16 @@ class Void:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The member's contribution to `round` is not let in. benched: its contributions are not asked for any more."""
+    """The member's contribution to `round` is not let in; it may take part with weight 0, or say `Ready` anew.
+
+    benched: its contributions are not asked for any more. drop: its inner steps since the anchor can never be let in;
+    it starts again from the anchor.
+    """
 
     round: int
     why: str
     benched: bool = False
+    drop: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,9 +265,10 @@ class Serve:
 
 @dataclass(frozen=True)
 class Lease:
-    """These samples are the member's to train on, and nobody else's."""
+    """These samples are the member's to train on, and nobody else's. position: the first that was never leased."""
 
     ranges: tuple[Range, ...]
+    position: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ the last round the one with the lowest seat. Rounds, members and faults are the 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import secrets
 import socket
@@ -24,15 +22,15 @@ from atoll.data.stream import LeasedStream, ShardStream
 from atoll.elastic import messages as m
 from atoll.elastic.addresses import host_and_port, local_address_towards
 from atoll.elastic.donate import fetch_state
-from atoll.elastic.link import Link
-from atoll.elastic.tokens import Token
-from atoll.errors import AtollError
+from atoll.elastic.link import Link, fetch_settings
+from atoll.elastic.tokens import Token, parse_token
+from atoll.errors import AtollError, ConfigError
 from atoll.models import build_model, load_model
 from atoll.train.allocator import keep_freed_memory
-from atoll.train.build import outer_settings, pick_device, set_threads
-from atoll.train.checkpoint import find_checkpoint
-from atoll.train.config import TrainConfig, essential
-from atoll.train.console import Console
+from atoll.train.build import make_schedule, outer_settings, pick_device, set_threads
+from atoll.train.checkpoint import find_checkpoint, prepare_run_dir
+from atoll.train.config import TrainConfig, build_config, settings_digest
+from atoll.train.console import Console, print_line
 from atoll.train.elastic_checkpoint import load_committed, load_own, save_committed, save_own
 from atoll.train.folder import METRICS
 from atoll.train.island import Island, Stopped
@@ -42,16 +40,6 @@ from atoll.train.stopping import Interrupted, Signals, watch_signals
 from atoll.train.sync import ReplicaSync
 
 SAVING_SHARE = 0.02  # of the time, where save_steps does not say when
-
-
-def settings_digest(config: TrainConfig) -> str:
-    """Of the settings that all islands must share."""
-    return hashlib.sha256(json.dumps(essential(config), sort_keys=True, default=str).encode()).hexdigest()
-
-
-def num_rounds(config: TrainConfig) -> int:
-    """Rounds of the whole run; the last may be shorter."""
-    return -(-config.max_steps // config.inner_steps)
 
 
 def run_island(
@@ -89,7 +77,7 @@ class _Builder:
         data = load_data(config.data, sequence_length=config.sequence_length, num_replicas=1, seed=config.seed)
         device = pick_device(config, max(self.seat, 0))
         replica = self._replica(data, device)
-        schedule = Schedule(config.inner_steps)
+        schedule = make_schedule(config)
         sync = ReplicaSync(replica.trainable(), _NoTransport(), outer_settings(config, schedule))
         folder = self._checkpoint() if self.founder else None
         about: dict[str, Any] = {}
@@ -210,13 +198,6 @@ class RunningIsland:
     def committed(self, commit: m.Commit, *, step: int, leads: bool) -> None:
         if not leads:
             return
-        counted = sum(weight > 0 for weight in commit.weights.values())
-        lone = " | alone, while others are there" if commit.lone else ""
-        refused = f" | refused {', '.join(map(str, commit.refused))}" if commit.refused else ""
-        self.line(
-            f"round {commit.round} committed | {counted}/{len(commit.weights)} replicas{refused}{lone} | "
-            f"anchor {commit.digest[:6]}"
-        )
         every = self.config.eval_steps
         if every and step // every > self._last_eval_step // every and step < self.config.max_steps:
             self._evaluate(step)
@@ -323,3 +304,25 @@ class _NoTransport:
 
     def close(self) -> None:
         pass
+
+
+def join(line: str, *, output_dir: str = "", device: str = "auto", threads: int = 0) -> None:
+    """Join the run that the token `line` leads to, from any machine that reaches its coordinator, until it is over.
+
+    Everything but where things are kept here comes from the coordinator, as data that is checked like a file's.
+    """
+    token = parse_token(line)
+    told = fetch_settings(token)
+    settings = dict(told["settings"])
+    settings |= {"output_dir": output_dir or f"runs/joined-{told['run'][:8]}", "resume": "never", "port": 0}
+    settings |= {"device": device, "threads": threads, "report_to": []}
+    config = build_config(settings)
+    if settings_digest(config) != told["settings_digest"]:
+        raise ConfigError(
+            "the coordinator's settings are not those it says it has. Is it of the same version of atoll?"
+        )
+    print_line(
+        f"joining run {told['run'][:8]}: {config.model.family}, {config.max_steps} steps, H={config.inner_steps}"
+    )
+    prepare_run_dir(config.output_dir, warn=print_line)
+    run_island(config, token, founder=True)  # the first to come begins the run from its seed; later ones are told so

@@ -21,17 +21,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from atoll.algo.merge import geometry
 from atoll.algo.schedule import Schedule
 from atoll.comm.torchdist import TorchDistTransport
 from atoll.data.stream import LeasedStream
 from atoll.elastic import messages as m
 from atoll.elastic.group import connect, host_meeting, join_meeting
+from atoll.elastic.link import LinkFailed, LinkLost
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, TransportError
 from atoll.train.committed import capture, restore
 from atoll.train.config import TrainConfig
@@ -39,7 +41,7 @@ from atoll.train.replica import Replica, StepReport
 from atoll.train.sync import Arrived, ReplicaSync
 
 MEETING_S = 20.0  # the longest wait for the participants of an attempt to meet
-LEASE_STEPS = 2  # rounds of samples an island holds at most
+LEASED_ROUNDS = 2  # rounds of samples that an island holds at most
 
 
 class ControlLink(Protocol):
@@ -75,6 +77,7 @@ class _Offer:
 
     ready: m.Ready
     tokens_before: int
+    committed: bool = False  # it is in a committed round, although this island could not adopt it
 
 
 class Stopped(Exception):
@@ -132,6 +135,10 @@ class Island:
         self._inner_s = 0.0
         self._exposed_s = 0.0  # of the current round: seconds in which this island waited
         self._current = False
+        self._waits_to_land = False
+        self._last_attempt = 0  # the highest numbers heard of, for a coordinator that lost its log
+        self._position = 0
+        self._wanted = 0  # samples asked for and not leased yet
 
     # --- the loop
 
@@ -140,7 +147,9 @@ class Island:
         self._wait(lambda: self._current)
         while self.finish is None and self.round < self._num_rounds:
             if self.steps < self._target:
-                self._inner_step()
+                self._lease_ahead()
+                if self.finish is None:
+                    self._inner_step()
                 self._hear()
             else:
                 self._sync()
@@ -148,11 +157,17 @@ class Island:
 
     def hello(self, **about: Any) -> m.Hello:
         """What this island says of itself whenever it comes to the coordinator; `about` is what never changes."""
+        offered = self._offer.ready.used if self._offer else ()
+        in_flight = self._offer is not None and self._go is not None and self._counts(self._go)
         return m.Hello(
             member=self._member,
             round=self.round if self.has_state else -1,
             digest=self.sync.digest() if self.has_state else "",
-            leased=(*(self._offer.ready.used if self._offer else ()), *self._stream.leased),
+            leased=self._stream.leased if in_flight else (*offered, *self._stream.leased),
+            in_flight=offered if in_flight else (),
+            in_flight_round=self._go.round if in_flight and self._go else 0,
+            attempt=self._last_attempt,
+            position=self._position,
             seat=self.seat,
             **about,
         )
@@ -170,7 +185,6 @@ class Island:
     # --- inner steps
 
     def _inner_step(self) -> None:
-        self._lease_ahead()
         step = self._step()
         self.replica.compute_gradients(step)
         report = self.replica.update(step)
@@ -184,11 +198,16 @@ class Island:
         return min(self.round * self.config.inner_steps + within, self.config.max_steps)
 
     def _lease_ahead(self) -> None:
-        """Have samples for this step, and ask for more before they run out."""
+        """Have samples for this step, and for a round more, so that a coordinator that is away stops nobody."""
         need = self.config.batch_size * self.config.gradient_accumulation_steps
+        if self._stream.remaining < need * self.config.inner_steps and self._wanted == 0:
+            self._want(need * self.config.inner_steps * LEASED_ROUNDS - self._stream.remaining)
         if self._stream.remaining < need:
-            self._link.send(m.Want(need * self.config.inner_steps))
-            self._wait(lambda: self._stream.remaining >= need)
+            self._wait(lambda: self._stream.remaining >= need or self.finish is not None)
+
+    def _want(self, samples: int) -> None:
+        self._wanted = samples
+        self._link.send(m.Want(samples))
 
     # --- rounds
 
@@ -236,7 +255,11 @@ class Island:
 
     def _wait_landed(self) -> None:
         """Until what was offered is in a committed round, or is owed again."""
+        self._waits_to_land = True
+        if self._commit is not None:
+            self._adopt_committed()
         self._wait(lambda: self._offer is None or self.finish is not None)
+        self._waits_to_land = False
 
     def _land(self, arrived: Arrived, commit: m.Commit) -> None:
         """The round is committed: adopt it."""
@@ -313,30 +336,42 @@ class Island:
                 self._committed(event)
             case m.Void(attempt, why):
                 self._give_up(attempt)
-            case m.Rejected(_, why, benched):
-                self._rejected(why, benched)
+            case m.Rejected():
+                self._rejected(event)
             case m.Donor():
                 self._fetch(event)
-            case m.Lease(ranges):
+            case m.Lease(ranges, position):
+                self._position = max(self._position, position)
+                self._wanted = 0
                 self._stream.lease(ranges)
             case m.Refused(why, exit_code):
                 raise _refusal(why, exit_code)
             case m.Finish():
                 self.finish = event
+            case LinkLost(why):
+                self._watcher.line(f"the coordinator is out of reach, training goes on: {why.splitlines()[0]}")
+            case LinkFailed(trace):
+                raise RuntimeError(f"the link to the coordinator failed:\n{trace}")
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.seat = welcome.seat
+        self.leads = self.leads or (self._go is None and welcome.seat == 0)
         self.replica.index = welcome.seat
         self._current = welcome.current
         if welcome.boot != self._boot:
             self._boot = welcome.boot
             self._attempt = None
         self._num_rounds = welcome.num_rounds
+        self._position = max(self._position, welcome.position)
+        if self._wanted:
+            self._want(self._wanted)  # whether it was heard the first time is not known; samples are plenty
+        if self._offer is not None and welcome.contributed >= self._offer.ready.round:
+            self._offer.committed = True
         arrived = self._arrived
         if arrived is not None and welcome.round == self.round + 1 and arrived[1].digest == welcome.digest:
             # it was committed while the coordinator could not say so
             self._committed(m.Commit(welcome.round, arrived[0], welcome.digest))
-            self._link.send(m.Have(self.round, self.sync.digest()))
+            self._say_what_it_has()
             self._current = True
         elif welcome.current:
             self._arrived = None
@@ -353,6 +388,7 @@ class Island:
         place = [participant.member for participant in go.participants].index(self._member)
         self.leads = go.participants[place].seat == min(participant.seat for participant in go.participants)
         self._go = go
+        self._last_attempt = max(self._last_attempt, go.attempt)
         self._arrived = None
         self._attempt = _Attempt(self, go, place)
         self._attempt.start()
@@ -396,10 +432,14 @@ class Island:
         self._link.send(_reached(self._go, averaged, arrived))
 
     def _committed(self, commit: m.Commit) -> None:
+        self._position = max(self._position, commit.position)
+        if commit.round <= self.round:
+            return  # said again to one that had it already
         if self._arrived is None or self._arrived[0] != commit.attempt:
-            return  # not of this island's averaging: a `Donor` follows
+            self._link.send(m.Failed(commit.round, commit.attempt, "has no result of it"))
+            return
         self._commit = commit
-        if not (self._delayed and self._offer is not None and self.steps < self._target):
+        if self._waits_to_land or self._offer is None or not self._delayed:
             self._adopt_committed()  # else it lands when the next one is taken
 
     def _adopt_committed(self) -> None:
@@ -412,31 +452,48 @@ class Island:
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt = self._arrived = self._go = None
 
-    def _rejected(self, why: str, benched: bool) -> None:
-        """The offer was not let in. What is broken is dropped; what is merely late or too long stays owed."""
-        self._watcher.line(f"contribution refused: {why}" + (" (benched)" if benched else ""))
+    def _rejected(self, rejected: m.Rejected) -> None:
+        """The offer was not let in. What can never be let in is dropped; the rest is owed to the next round."""
+        if rejected.round > self.round:  # else it crossed the commit of a round that went on without it
+            self._watcher.line(f"contribution refused: {rejected.why}" + (" (benched)" if rejected.benched else ""))
+        if rejected.drop:
+            self._offer = None
+            self.sync.take_back(0)
+            self.sync.restart()
+            self.replica.start_afresh()
+            self.replica.tokens_at_sync = self.replica.tokens
+            self.steps, self._inner_s = 0, 0.0
 
     def _fetch(self, donor: m.Donor) -> None:
-        """Take over the committed state; what this island has done since stays owed."""
-        same_round = self.has_state and donor.round == self.round
-        progress = self.sync.progress() if self.has_state and not same_round else None
+        """Take over the committed state; what this island has done that no committed round holds stays owed."""
         try:
             tensors, about = self._fetch_state(donor)
         except (TransportError, CheckpointError, DataError) as error:
             self._watcher.line(f"state from {donor.member[:8]} not received: {str(error).splitlines()[0]}")
-            self._link.send(m.Have(-1, ""))
+            self._say_what_it_has()
             return
+        mended = self.has_state and about["round"] == self.round  # the anchor alone was wrong
+        landed = self._offer is not None and self._offer.committed
+        progress = self.sync.progress(without_offers=landed) if self.has_state and not mended else None
         with self.state_lock:
             self.sync.take_back(0)
             restore(self.sync, tensors, about)
-            if not same_round:
+            if not mended:
                 self.sync.rebase(progress)
             self.round = about["round"]
             self.has_state = True
-        self._owe_again()
-        self._offer = self._arrived = self._commit = None
+        if not landed:
+            self._owe_again()
+        self._offer = self._arrived = self._commit = self._go = None
         self._current = True
-        self._link.send(m.Have(self.round, self.sync.digest()))
+        self._say_what_it_has()
+
+    def _say_what_it_has(self) -> None:
+        held = (self.round, self.sync.digest()) if self.has_state else (-1, "")
+        self._link.send(m.Have(*held))
+
+    def _counts(self, go: m.Go) -> bool:
+        return any(who.member == self._member and who.weight > 0 for who in go.participants)
 
     def _tokens_a_step(self) -> int:
         config = self.config
@@ -471,13 +528,15 @@ class _Attempt:
 
 def _reached(go: m.Go, averaged: Averaged, arrived: Arrived) -> m.Reached:
     gram = arrived.sent.gram
-    norms: Sequence[float] = [] if gram is None else gram.diagonal().clamp(min=0).sqrt().tolist()
+    seen = None if gram is None else geometry(gram, [participant.weight for participant in go.participants])
     return m.Reached(
         round=go.round,
         attempt=go.attempt,
         digest=arrived.digest,
         base=arrived.base,
-        norms=tuple(norms),
+        norms=() if seen is None else tuple(seen.norms),
+        delta_norm=0.0 if seen is None else seen.delta_norm,
+        cosine_mean=None if seen is None else seen.cosine_mean,
         payload_bytes=arrived.sent.payload_bytes,
         wire_s=averaged.wire_s,
     )

@@ -1,0 +1,199 @@
+"""`atoll train --elastic`: a coordinator and its islands as processes of this machine, by the code that runs between
+machines. The launcher starts them and looks after them: a coordinator that dies is started again, an island that dies
+is told and its work goes on with the others (`atoll join` brings another one in).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import AtollError, ConfigError, TransportError
+from atoll.train.checkpoint import load_json, prepare_run_dir, refuse_other_config
+from atoll.train.config import TrainConfig, build_config, essential, read_config_file, write_config_file
+from atoll.train.console import print_line, waiting
+from atoll.train.folder import CONFIG, METRICS, holds_run, refuse_taken
+from atoll.train.fork_server import start_fork_server
+from atoll.train.launch import WorkersFailed, _end_with_launcher, _Failure, _passing_signals_on, _signal_all
+from atoll.train.metrics import truncate_metrics
+from atoll.train.resume import STATE
+
+COORDINATOR_S = 60.0  # to start, torch included
+GRACE_S = 10.0  # for the coordinator to end after the last island did
+HOST = "127.0.0.1"
+
+
+def run_elastic(config: TrainConfig) -> None:
+    """Run coordinator and islands until all islands are done. Raises `WorkersFailed` where none came to the end."""
+    run_dir = Path(config.output_dir)
+    refuse_taken(config)
+    prepare_run_dir(run_dir, warn=print_line)
+    _go_back(config, run_dir)
+    start_fork_server()
+    coordinator = _Coordinator(config)
+    workers: list[tuple[ForkServerProcess, Connection]] = []
+    with _passing_signals_on(workers) as signals:
+        try:
+            with waiting("the coordinator and the islands to load torch"):
+                token = coordinator.start()
+                for seat in range(config.replicas):
+                    workers.append(_start(_work, config, token, seat))
+                    signals.deliver()
+            outcomes = _watch(workers, coordinator)
+        finally:
+            coordinator.stop()
+    if len(signals.received) > 1:
+        raise WorkersFailed(_Failure(130, "interrupted twice; left at once, without saving", False))
+    failures = [failure for failure in outcomes if failure is not None]
+    if failures and len(failures) == len(outcomes):
+        raise WorkersFailed(min(failures, key=lambda failure: (failure.transport, failure.exit_code in (75, 130))))
+
+
+def _go_back(config: TrainConfig, run_dir: Path) -> None:
+    """On resume, forget what was logged after the checkpoint; the settings are written anew."""
+    if holds_run(run_dir):
+        refuse_other_config(essential(read_config_file(run_dir / CONFIG)), essential(config))
+    write_config_file(config, run_dir / CONFIG)
+    latest = run_dir / "latest"
+    if latest.exists() and (run_dir / METRICS).exists():
+        truncate_metrics(run_dir / METRICS, load_json(run_dir / latest.read_text().strip() / STATE)["step"])
+
+
+def _start(target: Callable[..., None], *arguments: Any) -> tuple[ForkServerProcess, Connection]:
+    """A process of this launcher with a pipe of its own to say things through."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    given = [argument.model_dump() if isinstance(argument, TrainConfig) else argument for argument in arguments]
+    process = context.Process(target=target, args=(*given, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+class _Coordinator:
+    """The coordinator's process, started again when it dies."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self.process: ForkServerProcess | None = None
+
+    def start(self) -> str:
+        """Start it and wait until it serves; returns a token for the islands."""
+        self.process, pipe = _start(_coordinate, self._config)
+        if not pipe.poll(COORDINATOR_S):
+            raise TransportError(f"the coordinator did not start within {COORDINATOR_S:.0f} s. See what it printed.")
+        try:
+            kind, text = pipe.recv()
+        except EOFError:
+            raise TransportError("the coordinator ended before it served. See what it printed.") from None
+        if kind == "failed":
+            raise ConfigError(text)
+        return str(text)
+
+    def look_after(self) -> None:
+        """Start it again if it died: islands come back to it, and nothing that was committed is lost."""
+        if self.process is not None and not self.process.is_alive():
+            print_line("the coordinator died; it is started again from its log")
+            self.start()
+
+    def stop(self) -> None:
+        """End it, by force if it does not want to."""
+        if self.process is None:
+            return
+        self.process.join(GRACE_S if not self.process.is_alive() else 0.5)
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.is_alive():
+                _signal_all([self.process], signum)
+                self.process.join(GRACE_S)
+
+
+def _watch(workers: list[tuple[ForkServerProcess, Connection]], coordinator: _Coordinator) -> list[_Failure | None]:
+    """Wait until every island has ended; returns how each did, None for well."""
+    outcomes: list[_Failure | None] = []
+    running = dict(enumerate(workers))
+    while running:
+        sentinels = [process.sentinel for process, _ in running.values()]
+        if coordinator.process is not None:
+            sentinels.append(coordinator.process.sentinel)
+        wait(sentinels, timeout=5.0)
+        for seat, (process, pipe) in list(running.items()):
+            if not process.is_alive():
+                del running[seat]
+                outcomes.append(_outcome(seat, process, pipe))
+                _tell(seat, outcomes[-1], num_left=len(running))
+        if running and None not in outcomes:
+            coordinator.look_after()
+    return outcomes
+
+
+def _outcome(seat: int, process: ForkServerProcess, pipe: Connection) -> _Failure | None:
+    process.join()
+    if pipe.poll():
+        try:
+            return _Failure(*pipe.recv())
+        except EOFError:
+            pass
+    if process.exitcode == 0:
+        return None
+    return _Failure(1, f"replica {seat} ended with exit code {process.exitcode}", True)
+
+
+def _tell(seat: int, failure: _Failure | None, *, num_left: int) -> None:
+    if failure is not None and num_left and failure.exit_code not in (75, 130):
+        print_line(f"{failure.message.splitlines()[0]}; the run goes on with {num_left}")
+
+
+# --- in the processes
+
+
+def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
+    """The coordinator's process."""
+    os.setpgid(0, 0)
+    _end_with_launcher()
+    try:
+        from atoll.train.elastic_service import serve_run
+
+        serve_run(
+            build_config(settings),
+            host=HOST,
+            port=settings["port"],
+            started=lambda token: pipe.send(("token", token)),
+        )
+    except AtollError as error:
+        pipe.send(("failed", str(error)))
+
+
+def _work(settings: dict[str, Any], token: str, seat: int, pipe: Connection) -> None:
+    """An island's process."""
+    os.setpgid(0, 0)
+    _end_with_launcher()
+    config = build_config(settings)
+    failure = _run_island(config, token, seat)
+    if failure is not None:
+        pipe.send((failure.exit_code, failure.message, failure.transport))
+        pipe.close()
+    sys.stdout.flush()
+    os._exit(failure.exit_code if failure is not None else 0)  # a wait inside gloo may never let an orderly exit finish
+
+
+def _run_island(config: TrainConfig, token: str, seat: int) -> _Failure | None:
+    try:
+        from atoll.elastic.tokens import parse_token
+        from atoll.train.elastic import run_island
+
+        run_island(config, parse_token(token), seat=seat, founder=True, num_processes=config.replicas)
+    except AtollError as error:
+        return _Failure(error.exit_code, str(error), isinstance(error, TransportError))
+    except KeyboardInterrupt:
+        return _Failure(130, "interrupted twice; left at once, without saving", False)
+    except BaseException:
+        return _Failure(1, f"replica {seat} failed:\n{traceback.format_exc()}", False)
+    return None

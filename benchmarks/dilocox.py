@@ -1,0 +1,200 @@
+"""The throughput table of DiLoCoX at its own ratio of communication to compute, on links that are really that slow.
+
+    python benchmarks/dilocox.py [--kappa 31 390] [--inner-steps 125]
+
+κ is the time that an uncompressed all-reduce of the parameters takes on the link, over the time of an inner step. The
+paper's two models have κ 31 (OPT-1.3B) and 390 (107B) at 1 Gbit/s; a small model on a link slowed to the same κ has the
+same table (docs/algorithms.md). Two islands are two hosts of benchmarks/hosts.py, each a process with one thread. First
+the inner step is timed on an open link, then the rate of the link follows from κ.
+
+    allreduce         data parallel: fp32 gradients are averaged in every step
+    diloco            rounds of H steps, fp32, training waits for the sync
+    no_compression    the sync travels while the next round trains, fp32
+    no_overlap        low-rank factors in int4, training waits
+    full              low-rank factors in int4 while the next round trains
+
+Tokens a second are of both islands, by this machine's clock, between landings once the first rounds are over; predicted
+are the closed forms. Nothing else may run beside it: two islands fill two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hosts import Hosts, missing
+
+from atoll.compress import CompressorOptions, build_compressor
+from atoll.plan.cost import ring_factor
+from atoll.train.config import ModelConfig
+
+ISLANDS = ["a", "b"]
+PAYLOAD_SHARE = 0.956  # of a link's rate: the rest is headers (docs/benchmarks.md)
+SEQUENCE, BATCH = 64, 1
+MODEL = {"hidden_size": 192, "num_layers": 2, "num_heads": 4, "intermediate_size": 512}
+RANK = 32
+STEP_TIMING_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. rounds: to time, after `skip` that are not."""
+
+    name: str
+    flags: tuple[str, ...]
+    rounds: int
+    skip: int = 1
+
+
+ROWS = (
+    Row("allreduce", ("--method", "data-parallel"), rounds=5, skip=2),
+    Row("diloco", ("--schedule", "blocking"), rounds=3),
+    Row("no_compression", ("--schedule", "delayed"), rounds=3, skip=2),
+    Row("no_overlap", ("--schedule", "blocking", "--compressor", "lowrank+int4"), rounds=4),
+    Row("full", ("--schedule", "delayed", "--compressor", "lowrank+int4"), rounds=5, skip=2),
+)
+
+
+def train(hosts: Hosts, folder: Path, row: Row, *, inner_steps: int) -> tuple[float, float]:
+    """Tokens a second of both islands, and seconds a step, of one run on the hosts as they are now."""
+    per_round = 1 if row.name == "allreduce" else inner_steps
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    flags = [
+        *("--replicas", str(len(ISLANDS)), "--inner-steps", str(per_round)),
+        *("--max-steps", str(per_round * (row.rounds + row.skip + 1))),
+        *("--output-dir", str(folder), "--sequence-length", str(SEQUENCE), "--batch-size", str(BATCH)),
+        *("--data.max-bytes", "500000", "--eval-sequences", "1", "--logging-steps", "1000000", "--rank", str(RANK)),
+        *("--outer-lr", "0.6", "--outer-momentum", "0.4", "--lr-schedule", "constant", "--threads", "1"),
+        *(word for key, value in MODEL.items() for word in (f"--model.{key.replace('_', '-')}", str(value))),
+        *row.flags,
+    ]
+    processes = [
+        hosts.run(
+            name,
+            [sys.executable, "-m", "atoll", "train", *flags],
+            env=_environment(hosts, name, rank),
+            stdout=(folder.parent / f"{row.name}-{name}.out").open("w"),
+            stderr=None,
+        )
+        for rank, name in enumerate(ISLANDS)
+    ]
+    marks = _watch(folder / "metrics.jsonl", processes, needed=row.rounds + row.skip)
+    for process in processes:
+        process.kill()
+        process.wait()
+    rounds = marks[row.skip - 1 :]
+    seconds = (rounds[-1][0] - rounds[0][0]) / (len(rounds) - 1)
+    step_s = statistics.median(event["inner_s"] for _, event in rounds[1:]) / per_round
+    return len(ISLANDS) * per_round * SEQUENCE * BATCH / seconds, step_s
+
+
+def _environment(hosts: Hosts, name: str, rank: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        **{"RANK": str(rank), "WORLD_SIZE": str(len(ISLANDS)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": hosts.address(ISLANDS[0]), "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "benchmark"},
+        **{"GLOO_SOCKET_IFNAME": hosts.interface(name), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    }
+
+
+def _watch(metrics: Path, processes: list, *, needed: int) -> list[tuple[float, dict]]:
+    """When each round was logged, and what was logged."""
+    marks: list[tuple[float, dict]] = []
+    read = 0
+    while len(marks) < needed:
+        time.sleep(0.002)
+        if any(process.poll() is not None for process in processes) and read == metrics.stat().st_size:
+            raise SystemExit(f"an island ended early; see {metrics.parent.parent}")
+        if not metrics.exists() or metrics.stat().st_size == read:
+            continue
+        now = time.perf_counter()
+        with metrics.open() as file:
+            file.seek(read)
+            lines = file.readlines()
+            whole = [line for line in lines if line.endswith("\n")]
+            read += sum(len(line) for line in whole)
+        marks += [(now, event) for line in whole if (event := json.loads(line))["event"] == "round"]
+    return marks
+
+
+def predicted(step_s: float, kappa: float, *, inner_steps: int, compression: float) -> dict[str, float]:
+    """Tokens a second by the closed forms: a round takes max(H·t, S) overlapped and H·t + S otherwise."""
+    exchange_s = kappa * step_s
+    work_s, tokens = inner_steps * step_s, len(ISLANDS) * SEQUENCE * BATCH
+    rounds = {
+        "diloco": work_s + exchange_s,
+        "no_compression": max(work_s, exchange_s),
+        "no_overlap": work_s + exchange_s / compression,
+        "full": max(work_s, exchange_s / compression),
+    }
+    rates = {name: inner_steps * tokens / seconds for name, seconds in rounds.items()}
+    return {"allreduce": tokens / (step_s + exchange_s), **rates}
+
+
+def compression(shapes: list[tuple[int, ...]]) -> float:
+    """How many times fewer bytes than fp32 an island sends in a round of low-rank factors in int4."""
+    codes = build_compressor("lowrank+int4", CompressorOptions(rank=RANK))
+    sent = sum(codes.sent_bytes(shape, num_replicas=len(ISLANDS), replica=0) for shape in shapes)
+    return 4 * sum(torch.Size(shape).numel() for shape in shapes) / sent
+
+
+def _shapes() -> list[tuple[int, ...]]:
+    from atoll.data.tokenizer import byte_tokenizer
+    from atoll.models import build_model
+
+    model = build_model(ModelConfig(**MODEL), vocab_size=len(byte_tokenizer()), sequence_length=SEQUENCE, seed=0)
+    return [tuple(param.shape) for param in model.parameters()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kappa", type=float, nargs="+", default=[31, 390])
+    parser.add_argument("--inner-steps", type=int, default=125)
+    options = parser.parse_args()
+    if why := missing():
+        raise SystemExit(f"hosts cannot be made here: {why}")
+    shapes = _shapes()
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    saving = compression(shapes)
+    print(f"{numel / 1e6:.2f} M parameters, rank {RANK} + int4 sends {saving:.1f} times fewer bytes", flush=True)
+    lines = []
+    with tempfile.TemporaryDirectory() as made, Hosts(ISLANDS, rate_mbit=10_000) as hosts:
+        folder = Path(made)
+        timing = Row("timing", ("--schedule", "blocking"), rounds=STEP_TIMING_ROUNDS)
+        _, step_s = train(hosts, folder / "timing", timing, inner_steps=options.inner_steps)
+        print(f"an inner step takes {1e3 * step_s:.1f} ms", flush=True)
+        for kappa in options.kappa:
+            lines.append(_table(hosts, folder / f"kappa-{kappa:g}", kappa, step_s, numel, saving, options.inner_steps))
+    for line in lines:
+        print(json.dumps(line))
+
+
+def _table(
+    hosts: Hosts, folder: Path, kappa: float, step_s: float, numel: int, saving: float, inner_steps: int
+) -> dict:
+    payload_mbit = ring_factor(len(ISLANDS)) * numel * 32 / (kappa * step_s) / 1e6
+    for name in ISLANDS:
+        hosts.set_rate(name, payload_mbit / PAYLOAD_SHARE)
+    print(f"\nκ = {kappa:g}: {payload_mbit:.2f} Mbit/s of payload, H = {inner_steps}", flush=True)
+    print(f"{'':16}{'measured tok/s':>16}{'predicted':>12}{'ratio':>8}{'speed-up':>10}", flush=True)
+    foretold = predicted(step_s, kappa, inner_steps=inner_steps, compression=saving)
+    rows: dict[str, dict[str, float]] = {}
+    for row in ROWS:
+        measured, _ = train(hosts, folder / row.name, row, inner_steps=inner_steps)
+        rows[row.name] = {"measured_tok_s": round(measured, 3), "predicted_tok_s": round(foretold[row.name], 3)}
+        ratio, speed_up = measured / foretold[row.name], measured / rows["allreduce"]["measured_tok_s"]
+        print(f"{row.name:16}{measured:16,.1f}{foretold[row.name]:12,.1f}{ratio:8.3f}{speed_up:9.1f}x", flush=True)
+    speed_up = rows["full"]["measured_tok_s"] / rows["allreduce"]["measured_tok_s"]
+    return {"kappa": kappa, "rows": rows, "speedup": round(speed_up, 1)}
+
+
+if __name__ == "__main__":
+    main()
