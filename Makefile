@@ -5,11 +5,11 @@ BIN := .venv/bin
 # A wheel folder or mirror that pip is configured with is used as it is.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # Import once what every process will import, so that its bytecode is there (pip left that out: most of it is never used).
-WARM_UP := import atoll.train.engine, atoll.train.report, torch._dynamo; \
+WARM_UP := import atoll.train.engine, atoll.train.elastic, atoll.train.elastic_service, atoll.train.report, torch._dynamo; \
   from transformers import LlamaForCausalLM, GPT2LMHeadModel, OPTForCausalLM, Qwen2ForCausalLM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format bench bench-dilocox clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -43,6 +43,11 @@ bench: setup  ## measure speed and memory against plain torch
 	@$(BIN)/python benchmarks/inner_loop.py
 	@$(BIN)/python benchmarks/sync.py
 	@$(BIN)/python benchmarks/memory.py
+	@$(BIN)/python benchmarks/compress.py
+	@$(BIN)/python benchmarks/plan_evidence.py
+
+bench-dilocox: setup  ## DiLoCoX's throughput table on slowed links (needs root, and a quiet machine)
+	@$(BIN)/python benchmarks/dilocox.py
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache
