@@ -12,7 +12,7 @@ WARM_UP := import atoll.train.engine, atoll.train.elastic, atoll.train.elastic_s
 .PHONY: help setup demo test check format bench bench-dilocox clean
 
 help:  ## what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: .venv/.ready  ## make .venv and install everything into it
 
