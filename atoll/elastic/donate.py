@@ -18,7 +18,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -196,7 +196,7 @@ async def _in_thread(function: Callable[[], State]) -> State:
             answer = function()
         except Exception as caught:  # handed to whoever awaits the future
             error = caught
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: the island has left
             loop.call_soon_threadsafe(settle, answer, error)
 
     threading.Thread(target=work, name="atoll-snapshot", daemon=True).start()

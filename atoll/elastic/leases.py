@@ -119,6 +119,10 @@ class Leases:
         """What is leased to `member` and not committed."""
         return tuple(self._leased.get(member, ()))
 
+    def members(self) -> list[str]:
+        """Everyone to whom something is leased."""
+        return list(self._leased)
+
     def holds(self, member: str, ranges: Iterable[Range]) -> bool:
         """Whether all of `ranges` are proper ranges that are leased to `member`."""
         ranges = list(ranges)

@@ -94,6 +94,7 @@ class Link:
         self._donor: StateServer | None = None
         self._outgoing: asyncio.Queue[str | None] | None = None  # None in it: close
         self._over = False  # refused, or finished: do not come back
+        self._lost_by = ""
         self._places = [host_and_port(place) for place in token.addresses]
         self._loop = asyncio.new_event_loop()
         self._started, self._closing = asyncio.Event(), asyncio.Event()
@@ -107,13 +108,11 @@ class Link:
 
     def start(self) -> None:
         """Connect, and stay connected from now on."""
-        self._loop.call_soon_threadsafe(self._started.set)
+        self._soon(self._started.set)
 
     def send(self, message: FromMember) -> None:
         """Say this to the coordinator; dropped while the link is down. From any thread; returns at once."""
-        text = encode(message)
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, text)
+        self._soon(self._put, encode(message))
 
     def serve_state(self, snapshot: Callable[[], State], *, host: str, port: int = 0) -> int:
         """Become a possible donor: serve what `snapshot` returns to those the coordinator sends. Returns the port.
@@ -129,10 +128,13 @@ class Link:
 
     def close(self, *, timeout_s: float = 2.0) -> None:
         """Send what is waiting, close the connection and end the thread. Closing twice is allowed."""
-        if self._thread.is_alive() and not self._loop.is_closed():
-            with suppress(RuntimeError):  # the thread ended, and closed its loop, in between
-                self._loop.call_soon_threadsafe(self._begin_to_close)
+        self._soon(self._begin_to_close)
         self._thread.join(timeout_s)
+
+    def _soon(self, call: Callable[..., None], *given: str) -> None:
+        """Have the link's thread do this; nothing where it has ended, and its loop is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *given)
 
     # --- in the link's thread ---
 
@@ -170,17 +172,23 @@ class Link:
                     wait_s = BACKOFF_S[0]
                     await self._converse(connection)
                 why = "the coordinator closed the connection"
-            except TokenRefused as error:
+            except (TokenRefused, ConfigError) as error:
                 self.events.put(Refused(str(error), error.exit_code))
                 return
             except (TransportError, WireError) as error:
                 why = str(error)
             if self._closing.is_set() or self._over:
                 return
-            self.events.put(LinkLost(why))
+            self._tell_lost(why)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), wait_s)
             wait_s = min(2 * wait_s, BACKOFF_S[1])
+
+    def _tell_lost(self, why: str) -> None:
+        """Once for a loss, and again when another cause keeps the link from coming back."""
+        if why != self._lost_by:
+            self.events.put(LinkLost(why))
+        self._lost_by = why
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
@@ -213,7 +221,7 @@ class Link:
         """Say hello, then carry messages both ways until the connection ends."""
         outgoing: asyncio.Queue[str | None] = asyncio.Queue()
         outgoing.put_nowait(encode(self._introduction()))
-        self._outgoing = outgoing
+        self._outgoing, self._lost_by = outgoing, ""
         self.events.put(LinkBack())
         if self._closing.is_set():
             outgoing.put_nowait(None)

@@ -12,8 +12,9 @@ The order of the effects is part of the protocol: a `Record` is on disk before a
 >>> from atoll.elastic.messages import Hello
 >>> membership = Membership(Rules(num_rounds=10, settings_digest="s", version="1.0.0", replicas=1), boot="b1")
 >>> hello = Hello("m1", "island", "1.0.2", "s", "10.0.0.1", 7000, 1, 1, round=0, digest="d0", founder=True)
->>> [type(effect.message).__name__ for effect in membership.connect("m1", hello, 0.0) if isinstance(effect, Send)]
-['Welcome']
+>>> [effect.kind if isinstance(effect, Record) else effect.message for effect in membership.connect("m1", hello, 0.0)]
+... # doctest: +ELLIPSIS
+['state', 'member', 'founded', Welcome(boot='b1', seat=0, round=0, digest='d0', current=True, ...)]
 >>> membership.status(0.0)["round"], membership.status(0.0)["members"][0]["state"]
 (0, 'training')
 """
@@ -66,7 +67,9 @@ LEAST_NORMS = 3  # that must be known before one can be called too large
 KEPT_NORMS = 32
 KEPT_TIMES = 5
 MOST_RANGES = 64  # in one contribution
+MOST_CLAIMS = 1024  # ranges that a member may say it holds
 MOST_SAMPLES = 2**40  # in one lease
+LARGEST = 2**53  # number of an attempt or a sample that a member is believed to have heard of
 KEPT_GONE = 64
 KEPT_ACCOUNTS = 256
 KEPT_ALARMS = 20
@@ -110,6 +113,10 @@ class Committed:
     refused: tuple[int, ...] = ()
     lone: bool = False
     participants: tuple[str, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**vars(self), "weights": dict(self.weights)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Committed:
@@ -311,6 +318,7 @@ class Membership:
         # Members that are expected back at once are waited for, so that the first to return does not go on alone.
         self._awaited = set(self._committed.participants)
         self._awaited_until: float | None = None
+        self._orphans_at: float | None = None  # when samples of those who did not come back are given to others
         self._tickets = 0
         self._below_since: float | None = None
         self._finish: Finish | None = None
@@ -389,10 +397,10 @@ class Membership:
     def snapshot(self) -> dict[str, Any]:
         """What a restart needs, as plain data; `restore` takes it back, also after a trip through JSON."""
         return {
-            "committed": asdict(self._committed) if self._settled else None,
+            "committed": self._committed.plain() if self._settled else None,
             "attempt": self._attempt_number,
             "leases": self._leases.snapshot(),
-            "accounts": {member: asdict(account) for member, account in self._accounts.items()},
+            "accounts": {member: dict(vars(account)) for member, account in self._accounts.items()},
             "norms": list(self._norms),
             "round_times": list(self._round_times),
             "sync_times": list(self._sync_times),
@@ -527,12 +535,15 @@ class Membership:
             member.transfers, member.waited_for, member.tried = old.transfers, old.waited_for, old.tried
         self._members[member_id] = member
         self._strangers.discard(member_id)
-        self._attempt_number = max(self._attempt_number, 0 if self._has_log else hello.attempt)
+        if self._orphans_at is None:
+            self._orphans_at = self._now + self.rules.deadline_s
+        self._attempt_number = max(self._attempt_number, 0 if self._has_log else min(hello.attempt, LARGEST))
         self._changed = True
         if old is None or old.gone:
             self._record_member("joined", member, why="again" if old is not None else "")
         self._wait_for_others(member, returned=old is not None and not old.gone)
         self._learn(member)
+        self._settle_if_due()
         self._welcome(member)
         self._bring_up_to_date(member)
 
@@ -584,6 +595,9 @@ class Membership:
             member.donor_at = self._now + SETTLE_S
         elif self._settled and 0 <= member.round < self._committed.round:
             self._record_member("carried", member, why=f"it was away since round {member.round}")
+        elif self._settled and member.round > self._committed.round:
+            detail = f"it holds round {member.round} of another history, and takes over what is committed here"
+            self._fault("ahead", member, detail, alarm=True)
         if self._finish is not None:
             self._find_donors()
             self._send(member, self._finish)
@@ -601,7 +615,7 @@ class Membership:
             self._reclaim(member)
             return
         if self._settled and (self._committed_here or member.round <= self._committed.round):
-            self._leases.presume(member.hello.position)
+            self._leases.presume(min(member.hello.position, LARGEST))
             self._reclaim(member)
             return
         if self._settled:  # later than hoped, and not too late: nothing was decided yet
@@ -646,11 +660,11 @@ class Membership:
         self._presumed = self._committed.round if self._committed.round >= 1 else -1
         self._round = _Round(started=self._now)
         self._record("founded", round=self._committed.round, digest=self._committed.digest)
-        if self._committed.round >= self.rules.num_rounds:
-            self._end(Finish(self._committed.round))
         self._open_books(live, holders)
         for member in live:
             self._welcome(member)
+        if self._committed.round >= self.rules.num_rounds:
+            self._end(Finish(self._committed.round))
 
     def _open_books(self, live: list[_Member], holders: list[_Member]) -> None:
         """Who holds which samples, from what the members say. What nobody claims may be committed, and is skipped.
@@ -685,7 +699,7 @@ class Membership:
         hello = member.hello
         believed = hello.books == self._books or hello.books in self._earlier_books
         said = (*hello.leased, *hello.in_flight) if believed else ()
-        claimed = [pair for pair in (*said, *since) if 0 <= pair[0] < pair[1]]
+        claimed = [pair for pair in (*said[:MOST_CLAIMS], *since) if 0 <= pair[0] < pair[1]]
         spent = hello.in_flight if hello.in_flight_round <= self._presumed else ()
         self._leases.reclaim(member.id, without(claimed, spent))
 
@@ -750,7 +764,16 @@ class Membership:
         for member in sorted(gone, key=lambda m: m.away_since)[: max(0, len(gone) - KEPT_GONE)]:
             del self._members[member.id]
 
+    def _release_orphans(self) -> None:
+        for member_id in self._leases.members():
+            if member_id not in self._members:
+                self._leases.release(member_id)
+                self._changed = True
+        self._orphans_at = math.inf
+
     def _evict(self) -> None:
+        if self._orphans_at is not None and self._now >= self._orphans_at:
+            self._release_orphans()
         patience = self.rules.lost_after_s
         for member in list(self._members.values()):
             if member.gone:
@@ -1302,6 +1325,8 @@ class Membership:
             if this.quorum_at is not None:
                 waits += [this.grace_until, this.quorum_at + rules.deadline_s, self._awaited_until or 0.0]
             yield from (wait for wait in waits if wait > self._now)
+        if self._orphans_at is not None and self._orphans_at < math.inf:
+            yield self._orphans_at
         if self._below_since is not None:
             yield self._below_since + rules.deadline_s
 
@@ -1367,7 +1392,7 @@ def _holds_state(member: _Member) -> bool:
 
 
 def _claimed_position(hello: Hello) -> int:
-    return max([hello.position, *(stop for _, stop in (*hello.leased, *hello.in_flight))])
+    return min(LARGEST, max([hello.position, *(stop for _, stop in (*hello.leased, *hello.in_flight))]))
 
 
 def _same_work(one: Ready, other: Ready) -> bool:

@@ -93,6 +93,7 @@ class _Builder:
             schedule=schedule,
             steps=steps,
             last_eval_step=int(about.get("last_eval_step", 0)),
+            position=int(about.get("position", 0)),
         )
 
     def _replica(self, data: TextData, device: torch.device) -> Replica:
@@ -130,6 +131,7 @@ class RunningIsland:
         schedule: Schedule,
         steps: int,
         last_eval_step: int,
+        position: int,
     ) -> None:
         config = self.config = made.config
         self._made = made
@@ -158,6 +160,7 @@ class RunningIsland:
             seat=made.seat,
             has_state=made.founder,
             steps=steps,
+            position=position,
         )
         self._donor_port = self._link.serve_state(self.island.snapshot, host=self.address)
 
@@ -246,6 +249,7 @@ class RunningIsland:
             tokenizer=self._data.tokenizer,
             step=step,
             last_eval_step=self._last_eval_step,
+            position=self.island.position,
         )
         self._saved_step = step
         self._save_from = time.monotonic() + (time.monotonic() - began) / SAVING_SHARE

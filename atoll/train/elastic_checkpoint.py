@@ -33,8 +33,12 @@ def save_committed(
     tokenizer: PreTrainedTokenizerBase,
     step: int,
     last_eval_step: int,
+    position: int,
 ) -> Path:
-    """Write the committed state after global inner step `step`; returns the folder."""
+    """Write the committed state after global inner step `step`; returns the folder.
+
+    position: the first sample that was never leased, so that a resumed run reads none twice.
+    """
     writer = CheckpointWriter(config.output_dir, step, keep_last=config.keep_last)
     model, anchor = replica.model, sync.anchor()
     assert isinstance(model, PreTrainedModel)
@@ -46,7 +50,7 @@ def save_committed(
         "anchor_digest": sync.digest(),
         "last_eval_step": last_eval_step,
         "settings": essential(config),
-        "elastic": True,
+        "position": position,
     }
     writer.save_json(STATE, about)
     return writer.commit(expected_files=[OUTER, STATE, "config.json", "model.safetensors"])

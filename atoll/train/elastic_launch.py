@@ -16,8 +16,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from atoll.elastic.coordinator import FOLDER
+from atoll.elastic.log import LOG
 from atoll.errors import AtollError, ConfigError, TransportError
-from atoll.train.checkpoint import load_json, prepare_run_dir, refuse_other_config
+from atoll.train.checkpoint import find_checkpoint, load_json, prepare_run_dir, refuse_other_config
 from atoll.train.config import TrainConfig, build_config, essential, read_config_file, write_config_file
 from atoll.train.console import print_line, waiting
 from atoll.train.folder import CONFIG, METRICS, holds_run, refuse_taken
@@ -62,9 +64,13 @@ def _go_back(config: TrainConfig, run_dir: Path) -> None:
     if holds_run(run_dir):
         refuse_other_config(essential(read_config_file(run_dir / CONFIG)), essential(config))
     write_config_file(config, run_dir / CONFIG)
-    latest = run_dir / "latest"
-    if latest.exists() and (run_dir / METRICS).exists():
-        truncate_metrics(run_dir / METRICS, load_json(run_dir / latest.read_text().strip() / STATE)["step"])
+    folder = find_checkpoint(run_dir, config.resume, warn=print_line)
+    if folder is None:
+        return
+    if (run_dir / METRICS).exists():
+        truncate_metrics(run_dir / METRICS, load_json(folder / STATE)["step"])
+    for log in (run_dir / FOLDER).glob(f"{LOG}*"):
+        log.unlink()  # it may know of rounds that no island holds any more; what the islands hold is the truth
 
 
 def _start(target: Callable[..., None], *arguments: Any) -> tuple[ForkServerProcess, Connection]:

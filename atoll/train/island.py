@@ -103,6 +103,7 @@ class Island:
         seat: int = -1,
         has_state: bool = False,
         steps: int = 0,
+        position: int = 0,
     ) -> None:
         assert isinstance(replica.stream, LeasedStream)
         self.config = config
@@ -137,7 +138,7 @@ class Island:
         self._current = False
         self._waits_to_land = False
         self._last_attempt = 0  # the highest numbers heard of, for a coordinator that lost its log
-        self._position = 0
+        self.position = position
         self._wanted = 0  # samples asked for and not leased yet
 
     # --- the loop
@@ -167,7 +168,7 @@ class Island:
             in_flight=offered if in_flight else (),
             in_flight_round=self._go.round if in_flight and self._go else 0,
             attempt=self._last_attempt,
-            position=self._position,
+            position=self.position,
             seat=self.seat,
             **about,
         )
@@ -341,7 +342,7 @@ class Island:
             case m.Donor():
                 self._fetch(event)
             case m.Lease(ranges, position):
-                self._position = max(self._position, position)
+                self.position = max(self.position, position)
                 self._wanted = 0
                 self._stream.lease(ranges)
             case m.Refused(why, exit_code):
@@ -362,7 +363,7 @@ class Island:
             self._boot = welcome.boot
             self._attempt = None
         self._num_rounds = welcome.num_rounds
-        self._position = max(self._position, welcome.position)
+        self.position = max(self.position, welcome.position)
         if self._wanted:
             self._want(self._wanted)  # whether it was heard the first time is not known; samples are plenty
         if self._offer is not None and welcome.contributed >= self._offer.ready.round:
@@ -432,7 +433,7 @@ class Island:
         self._link.send(_reached(self._go, averaged, arrived))
 
     def _committed(self, commit: m.Commit) -> None:
-        self._position = max(self._position, commit.position)
+        self.position = max(self.position, commit.position)
         if commit.round <= self.round:
             return  # said again to one that had it already
         if self._arrived is None or self._arrived[0] != commit.attempt:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from elastic.service import PATIENCE_S, Talker, running, talking
+from coordinators import PATIENCE_S, Talker, running, talking
 
 from atoll.elastic.link import fetch_settings
 from atoll.elastic.tokens import PREFIX, Token, parse_token

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from coordinators import PATIENCE_S, Kept, Running, Talker, hello, rules, running, service, talking
 
 import atoll
 from atoll.elastic import serving
@@ -33,7 +34,6 @@ from atoll.elastic.tokens import Token, TokenRefused, parse_token
 from atoll.elastic.wire import encode
 from atoll.errors import AtollError, ConfigError, StorageError
 
-from .service import PATIENCE_S, Kept, Running, Talker, hello, rules, running, service, talking
 from .test_link import make_round, member, settle, wait_until
 
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from coordinators import PATIENCE_S, Kept, Running, Talker, hello, rules, running, talking
 
 from atoll.elastic.donate import fetch_state
 from atoll.elastic.link import Link, LinkBack, LinkFailed, LinkLost, fetch_settings, fetch_status, operate
 from atoll.elastic.messages import Beat, Donor, Finish, Go, Have, Leave, Reached, Ready, Refused, Welcome
 from atoll.elastic.tokens import TokenRefused
 from atoll.errors import TransportError
-
-from .service import PATIENCE_S, Kept, Running, Talker, hello, rules, running, talking
 
 
 @pytest.fixture

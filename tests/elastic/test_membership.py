@@ -910,6 +910,18 @@ def test_from_its_log_it_is_where_it_was() -> None:
     assert again.last("Commit").attempt == 2, "numbers of attempts are never used again"
 
 
+def test_samples_of_those_who_do_not_come_back_to_it_go_to_others() -> None:
+    run = three(deadline_s=10.0)
+    run.say("3", Want(10))
+    again = run.restarted()
+    again.connect("1")
+    again.say("1", Want(1))
+    assert again.last("Lease").ranges == ((10, 11),)
+    again.wait(10.1, beats="1")
+    again.say("1", Want(1))
+    assert again.last("Lease").ranges == ((0, 1),)
+
+
 def test_the_first_to_find_it_again_does_not_go_on_alone() -> None:
     run = three()
     run.round("1", "2", "3")
@@ -982,6 +994,33 @@ def test_a_newer_state_that_comes_late_is_still_the_truth_if_nothing_was_decided
     assert run.recorded("founded", round=5)
     assert run.recorded("fault", what="late truth", alarm=True)
     assert not run.last("Welcome", "1").current
+
+
+def test_a_state_of_another_history_is_taken_over_by_nobody_and_is_an_alarm() -> None:
+    run = three()
+    run.round("1", "2", "3")
+    run.connect("4", round=9, digest="theirs")
+    assert run.membership.status(run.now)["round"] == 1
+    assert run.recorded("fault", what="ahead", alarm=True, replica=3)
+    assert run.last("Donor", "4").round == 1
+
+
+def test_a_run_that_is_over_is_over_without_its_log_too() -> None:
+    run = three(num_rounds=5).restarted(with_log=False)
+    run.connect("1", round=5, digest="d5")
+    run.connect("2", round=4, digest="d4")
+    run.wait(2.1, beats="12")
+    assert [type(message).__name__ for to, message in run.sent if to == "2"][-2:] == ["Donor", "Finish"]
+
+
+def test_numbers_out_of_this_world_do_no_harm() -> None:
+    run = three().restarted(with_log=False)
+    run.connect("1", round=1, digest="d1", attempt=2**62, position=2**62, leased=((-5, 3), (7, 7), (0, 2**62)))
+    run.wait(2.1, beats="1")
+    run.say("1", Want(5))
+    assert run.last("Lease").ranges == ((2**53, 2**53 + 5),)
+    run.ready("1")
+    assert run.last("Go").attempt == 2**53 + 1
 
 
 def test_without_its_log_no_sample_is_given_out_again() -> None:

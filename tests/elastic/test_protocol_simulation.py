@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from elastic import simulation
-from elastic.simulation import FAULTS, Broken, simulate
 
 from atoll.elastic.leases import Leases, Range, merged
 from atoll.elastic.membership import Membership, Record
+
+SIMULATION = Path(__file__).with_name("simulation.py")
+
+
+def load(path: Path) -> ModuleType:
+    """By its path: `elastic` is the name of more than one folder."""
+    spec = importlib.util.spec_from_file_location("protocol_simulation", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+simulation = load(SIMULATION)
+simulate, Broken, FAULTS = simulation.simulate, simulation.Broken, simulation.FAULTS
 
 SEEDS = 400
 BATCH = 50
@@ -58,7 +73,7 @@ def test_it_runs_on_its_own_and_without_torch() -> None:
         "assert simulation.main() == 0\n"
         "assert 'torch' not in sys.modules and 'asyncio' not in sys.modules"
     )
-    folder = Path(simulation.__file__).parent
+    folder = SIMULATION.parent
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": str(folder.parents[1])},
         capture_output=True, text=True, timeout=60,
