@@ -12,6 +12,15 @@ taken before the anchor moves.
                     launch       0     1     0     1
                     apply           0     1     0     1
 
+The length of a round may change where a round ends (`continue_with`). Nothing is lost or applied twice over the change:
+a delay of a whole round stays one, so that what is in flight lands at the fragment's next launch; a shorter delay stays
+the number of steps that it is.
+
+    H=4, then 2 from step 8 on, a whole round of delay
+                    step      4  5  6  7  8  9 10 11 12
+                    launch    a           b     c     d
+                    apply                 a     b     c
+
 >>> schedule = Schedule(inner_steps=4, num_fragments=2, delay=1)
 >>> [schedule.events(step) for step in (2, 3, 4, 5)]
 [(Launch(fragment=0),), (Apply(fragment=0),), (Launch(fragment=1),), (Apply(fragment=1),)]
@@ -19,7 +28,9 @@ taken before the anchor moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from atoll.errors import ConfigError
 
@@ -41,13 +52,22 @@ class Apply:
 Event = Launch | Apply
 
 
+class Phase(NamedTuple):
+    """Rounds of `inner_steps` steps each, the first of which begins after step `first_step`."""
+
+    first_step: int
+    inner_steps: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """When each fragment is launched and when it lands.
 
-    inner_steps: steps between two launches of one fragment (H). delay: steps from launch to landing, 0 to H.
-    blocking_first: the first round of each fragment lands at once whatever the delay, so that replicas do not run on
-    alone for two rounds. first_step: the step after which rounds begin (steps of pretraining come before).
+    inner_steps: steps between two launches of one fragment (H). delay: steps from launch to landing, 0 to H; H stands
+    for one round, however long rounds come to be. blocking_first: the first round of each fragment lands at once
+    whatever the delay, so that replicas do not run on alone for two rounds. first_step: the step after which rounds
+    begin (steps of pretraining come before), or those of `inner_steps` steps do. earlier: rounds of other lengths
+    before that, made by `continue_with`.
     """
 
     inner_steps: int
@@ -55,6 +75,7 @@ class Schedule:
     delay: int = 0
     blocking_first: bool = False
     first_step: int = 0
+    earlier: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
         if self.inner_steps < 1:
@@ -86,7 +107,7 @@ class Schedule:
         """What ends a run after step `step`, beyond `events(step)`: launch what is unsent, land what is in flight."""
         events: list[Event] = []
         for fragment in range(self.num_fragments):
-            if not self._launches(fragment, step) and step > self.first_step:
+            if not self._launches(fragment, step) and step > self._phases[0].first_step:
                 events.append(Launch(fragment))
                 events.extend(Apply(fragment) for _ in range(self.num_in_flight(fragment, step) + 1))
             else:
@@ -95,24 +116,105 @@ class Schedule:
 
     def num_in_flight(self, fragment: int, step: int) -> int:
         """Averagings of `fragment` launched and not landed once the events of `step` are done."""
-        recent = range(max(self.first_step + 1, step - self.delay + 1), step + 1)
-        flying = [s for s in recent if self._launches(fragment, s)]
-        return len([s for s in flying if not (self.blocking_first and self._is_first(fragment, s))])
+        if self._lands_a_round_later:
+            last = self._last_launch(fragment, step)
+            return int(last is not None and not self._blocks(fragment, last))
+        recent = range(step - self.delay + 1, step + 1)
+        return len([s for s in recent if self._launches(fragment, s) and not self._blocks(fragment, s)])
+
+    # --- rounds of changing length
+
+    def continue_with(self, step: int, inner_steps: int) -> Schedule:
+        """The same schedule up to step `step`, at which a round ends, and rounds of `inner_steps` steps from then on.
+
+        >>> schedule = Schedule(4, delay=4).continue_with(8, 2)
+        >>> [(step, *schedule.events(step)) for step in range(1, 13) if schedule.events(step)]
+        ... # doctest: +NORMALIZE_WHITESPACE
+        [(4, Launch(fragment=0)), (8, Launch(fragment=0), Apply(fragment=0)),
+         (10, Launch(fragment=0), Apply(fragment=0)), (12, Launch(fragment=0), Apply(fragment=0))]
+        """
+        if step < self.first_step or self.boundary_after(step - 1) != step:
+            last = max(self.first_step, step - (step - self.first_step) % self.inner_steps)
+            raise ConfigError(
+                f"step={step} is not one at which a round ends; rounds change their length between rounds only. "
+                f"Use step={last} or {self.boundary_after(last)}."
+            )
+        if 0 < inner_steps <= self.delay < self.inner_steps:
+            raise ConfigError(
+                f"inner_steps={inner_steps} is not more than delay={self.delay}, and rounds would overtake each other. "
+                f"Use {-(-(self.delay + 1) // self.num_fragments) * self.num_fragments} or more."
+            )
+        if inner_steps == self.inner_steps:
+            return self
+        passed = () if step == self.first_step else (Phase(self.first_step, self.inner_steps),)
+        return replace(
+            self,
+            inner_steps=inner_steps,
+            delay=inner_steps if self._lands_a_round_later else self.delay,
+            first_step=step,
+            earlier=self.earlier + passed,
+        )
+
+    def boundary_after(self, step: int) -> int:
+        """The first step after `step` at which a round ends; the beginning of the first round counts as one.
+
+        >>> [Schedule(4, first_step=3).boundary_after(step) for step in (0, 2, 3, 6, 7)]
+        [3, 3, 7, 7, 11]
+        """
+        phase = self._phase_at(step + 1)
+        rounds = max(0, -(-(step + 1 - phase.first_step) // phase.inner_steps))
+        return phase.first_step + rounds * phase.inner_steps
+
+    def round_of(self, step: int) -> int:
+        """The round that step `step` belongs to, from 1; 0 or less for steps before all rounds."""
+        before = 0
+        for phase, following in pairwise(self._phases):
+            if step <= following.first_step:
+                return before + -(-(step - phase.first_step) // phase.inner_steps)
+            before += (following.first_step - phase.first_step) // phase.inner_steps
+        return before + -(-(step - self.first_step) // self.inner_steps)
+
+    @property
+    def _phases(self) -> tuple[Phase, ...]:
+        return (*self.earlier, Phase(self.first_step, self.inner_steps))
+
+    @property
+    def _lands_a_round_later(self) -> bool:
+        return self.delay == self.inner_steps
 
     def _launches(self, fragment: int, step: int) -> bool:
-        since = step - self.first_step - self._offset(fragment)
-        return since >= 0 and since % self.inner_steps == 0
+        phase = self._phase_at(step)
+        since = step - phase.first_step - self._offset(fragment, phase)
+        return since >= 0 and since % phase.inner_steps == 0
 
     def _lands(self, fragment: int, step: int) -> bool:
-        if self.blocking_first and self._is_first(fragment, step):
+        if self.delay and self._blocks(fragment, step):
             return True
-        launched = step - self.delay
-        if self.delay and self.blocking_first and self._is_first(fragment, launched):
+        launched: int | None = step - self.delay
+        if self._lands_a_round_later:
+            launched = self._last_launch(fragment, step - 1) if self._launches(fragment, step) else None
+        if launched is None or (self.delay and self._blocks(fragment, launched)):
             return False
         return self._launches(fragment, launched)
 
-    def _is_first(self, fragment: int, step: int) -> bool:
-        return step == self.first_step + self._offset(fragment)
+    def _blocks(self, fragment: int, step: int) -> bool:
+        """Whether `fragment` is launched at `step` and that is its first launch, which lands at once."""
+        first = self._phases[0]
+        return self.blocking_first and step == first.first_step + self._offset(fragment, first)
 
-    def _offset(self, fragment: int) -> int:
-        return (fragment + 1) * self.inner_steps // self.num_fragments
+    def _last_launch(self, fragment: int, step: int) -> int | None:
+        """The last step up to `step` at which `fragment` was launched."""
+        phase = self._phase_at(step)
+        since = step - phase.first_step - self._offset(fragment, phase)
+        if since >= 0:
+            return step - since % phase.inner_steps
+        return None if phase == self._phases[0] else self._last_launch(fragment, phase.first_step)
+
+    def _phase_at(self, step: int) -> Phase:
+        """Rounds of which length `step` belongs to; what happens at a boundary belongs to what ends there."""
+        if step > self.first_step:
+            return Phase(self.first_step, self.inner_steps)
+        return next((phase for phase in reversed(self.earlier) if step > phase.first_step), self._phases[0])
+
+    def _offset(self, fragment: int, phase: Phase) -> int:
+        return (fragment + 1) * phase.inner_steps // self.num_fragments

@@ -62,7 +62,8 @@ class LowRank:
             mean, _ = yield from self.fallback.average(tensor, {}, owed=owed)
             return mean, state
         matrix = tensor.detach().to(torch.float32).clamp(-_LARGEST, _LARGEST)
-        directions = self._directions(state[WARM_START].to(matrix.device))
+        warm_start = resize_state(state, self.rank, matrix.shape)[WARM_START]
+        directions = self._directions(warm_start.to(matrix.device))
         left, _ = yield from unmeasured(self.inner.average(directions @ matrix.T, {}))
         left = orthonormal_rows(left)
         own = left @ matrix
@@ -86,13 +87,11 @@ class LowRank:
     def _directions(self, warm_start: Tensor) -> Tensor:
         """(rank, m): the warm start in rows of one size, none of them zero.
 
-        A direction that the last round did not find (a zero row) begins anew, or it would stay zero for ever. A warm
-        start of another rank is cut, or gets new rows: its first rows matter most.
+        A direction that the last round did not find (a zero row) begins anew, or it would stay zero for ever.
         """
         fresh = first_directions(self.rank, warm_start.shape[1]).to(warm_start.device)
-        rows = torch.cat([warm_start[: self.rank], fresh[warm_start.shape[0] :]])
-        sizes = rows.abs().amax(1, keepdim=True)
-        return torch.where(sizes > 0, rows / sizes.clamp(min=1e-36), fresh)
+        sizes = warm_start.abs().amax(1, keepdim=True)
+        return torch.where(sizes > 0, warm_start / sizes.clamp(min=1e-36), fresh)
 
 
 def largest_rank(shape: Sequence[int], *, saving: float = 2.0) -> int:
@@ -104,6 +103,22 @@ def largest_rank(shape: Sequence[int], *, saving: float = 2.0) -> int:
     if len(shape) != 2 or 0 in shape:
         return 0
     return math.ceil(math.prod(shape) / ((shape[0] + shape[1]) * saving)) - 1
+
+
+def resize_state(state: State, rank: int, shape: Sequence[int]) -> State:
+    """The state of a matrix of `shape` at `rank`, made of its state at any other rank, the same on every machine.
+
+    Its first directions matter most: a fall of the rank cuts the last ones, a rise adds those that a matrix begins
+    with. A matrix that was not factored so far begins with these alone. What else there is (a residual) stays.
+
+    >>> state = {WARM_START: torch.ones(2, 5), "own.residual": torch.zeros(3, 5)}
+    >>> [{key: tuple(value.shape) for key, value in resize_state(state, rank, (3, 5)).items()} for rank in (1, 4)]
+    [{'warm_start': (1, 5), 'own.residual': (3, 5)}, {'warm_start': (4, 5), 'own.residual': (3, 5)}]
+    """
+    kept = state[WARM_START][:rank] if WARM_START in state else torch.empty(0, shape[1])
+    if kept.shape[0] < rank:
+        kept = torch.cat([kept, first_directions(rank, shape[1])[kept.shape[0] :].to(kept.device)])
+    return state | {WARM_START: kept}
 
 
 def first_directions(rank: int, length: int) -> Tensor:

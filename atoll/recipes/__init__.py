@@ -11,6 +11,7 @@ from typing import Any
 
 from atoll.errors import ConfigError, nearest
 from atoll.recipes.diloco import diloco_60m, diloco_150m, diloco_400m
+from atoll.recipes.dilocox import dilocox_107b, dilocox_opt_1_3b, dilocox_tiny, sparseloco_1b, streaming_1b
 from atoll.recipes.opendiloco import opendiloco_1b, opendiloco_150m
 from atoll.recipes.short import quickstart, small
 
@@ -22,6 +23,11 @@ RECIPES: dict[str, Callable[[], dict[str, Any]]] = {
     "diloco_400m": diloco_400m,
     "opendiloco_150m": opendiloco_150m,
     "opendiloco_1b": opendiloco_1b,
+    "dilocox_tiny": dilocox_tiny,
+    "dilocox_opt_1_3b": dilocox_opt_1_3b,
+    "dilocox_107b": dilocox_107b,
+    "streaming_1b": streaming_1b,
+    "sparseloco_1b": sparseloco_1b,
 }
 
 
@@ -32,11 +38,11 @@ def recipe(name: str) -> dict[str, Any]:
 
     >>> recipe("quickstart")["model"]["hidden_size"]
     192
-    >>> recipe("quickstat")
+    >>> recipe("quickstat")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     atoll.errors.ConfigError: 'quickstat' is not a recipe. Did you mean 'quickstart'?
-    Known: quickstart, small, diloco_60m, diloco_150m, diloco_400m, opendiloco_150m, opendiloco_1b.
+    Known: quickstart, small, diloco_60m, diloco_150m, diloco_400m, opendiloco_150m, opendiloco_1b, dilocox_tiny, ...
     """
     if name not in RECIPES:
         raise ConfigError(f"{name!r} is not a recipe.{nearest(name, RECIPES)}\nKnown: {', '.join(RECIPES)}.")

@@ -14,7 +14,15 @@ from torch import Tensor
 from atoll.comm.local import drive_together
 from atoll.compress import IDENTITY
 from atoll.compress.codecs import Blocks, Int4
-from atoll.compress.lowrank import LowRank, exact_matmul, first_directions, largest_rank, orthonormal_rows
+from atoll.compress.lowrank import (
+    WARM_START,
+    LowRank,
+    exact_matmul,
+    first_directions,
+    largest_rank,
+    orthonormal_rows,
+    resize_state,
+)
 from atoll.compress.quantize import Quantized
 from atoll.exchange import State
 
@@ -223,3 +231,15 @@ def test_what_a_replica_owes_is_its_matrix_less_what_it_sent(inner: object) -> N
     mean = drive_together(exchanges, [1.0, 1.0])[0][0]
     torch.testing.assert_close(mean + (owed[0] + owed[1]) / 2, (tensors[0] + tensors[1]) / 2, rtol=0, atol=2e-6)
     assert all(0.1 < out.norm() / t.norm() < 1.1 for out, t in zip(owed, tensors, strict=True))
+
+
+def test_a_state_of_another_rank_keeps_its_first_directions_and_gets_the_next_it_might_have_begun_with() -> None:
+    owed = torch.ones(9, 20)
+    state = {WARM_START: torch.randn(3, 20), "own.residual": owed}
+    fresh = first_directions(5, 20)
+    for rank in (1, 3, 5):
+        resized = resize_state(state, rank, (9, 20))
+        assert torch.equal(resized[WARM_START], torch.cat([state[WARM_START], fresh[3:]])[:rank])
+        assert resized["own.residual"] is owed
+    assert torch.equal(resize_state({}, 5, (9, 20))[WARM_START], fresh)
+    assert state[WARM_START].shape == (3, 20), "what it was given was changed"
