@@ -53,7 +53,7 @@ OUTER_SETTINGS = ("outer_optimizer", "outer_lr", "outer_momentum")
 OF_THE_METHOD = frozenset(
     {
         *("method", "inner_steps", "schedule", "delay", "fragments", "first_round", "adopt", "alpha", "carry_share"),
-        *("compressor", "rank", "error_feedback", "adaptive", *OUTER_SETTINGS),
+        *("compressor", "rank", "error_feedback", *OUTER_SETTINGS),
     }
 )
 

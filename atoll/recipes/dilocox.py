@@ -52,7 +52,7 @@ def dilocox_107b() -> dict[str, Any]:
     From DiLoCoX (arXiv 2506.21263): the size, a changed Qwen1.5 as the model, WikiText-103, 4,000 steps, 125 inner
     steps, rank 2,048 and int4. Ours: the shape (Qwen1.5-110B with a feed-forward width of 46,976 for 49,152, so that
     the total is 107 B), tokens a step, inner rate 1e-4, outer settings, carry, a residual in bf16. Attention matrices
-    are too small to gain by rank 2,048 and go as int4 alone. The paper's adaptive rank is the setting `adaptive`.
+    are too small to gain by rank 2,048 and go as int4 alone. The paper's adaptive rank is not used.
 
     Needs islands of about 80 GPUs of 80 GB (the paper had 160 in all): state is 34 bytes a parameter, 3.6 TB a replica,
     so a replica must be cut over the GPUs of its island. `atoll plan dilocox_107b` says what the link between the
