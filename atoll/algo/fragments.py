@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from atoll.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -101,7 +103,8 @@ def tensor_buckets(layout: Layout) -> list[Bucket]:
 def strided_fragments(names: Sequence[str], num_fragments: int) -> list[list[str]]:
     """Layer l goes to fragment l mod P; what comes before the layers to the first, what comes after to the last.
 
-    Streaming DiLoCo (arXiv 2501.18512) finds strided fragments better than consecutive ones.
+    Streaming DiLoCo (arXiv 2501.18512) finds strided fragments better than consecutive ones. Raises ConfigError where a
+    fragment would be empty.
 
     >>> strided_fragments(["embed", "layers.0.w", "layers.1.w", "layers.2.w", "norm"], 2)
     [['embed', 'layers.0.w', 'layers.2.w'], ['layers.1.w', 'norm']]
@@ -115,4 +118,10 @@ def strided_fragments(names: Sequence[str], num_fragments: int) -> list[list[str
             fragments[int(layer.group(1)) % num_fragments].append(name)
         else:
             fragments[-1 if seen_layer else 0].append(name)
+    filled = sum(bool(fragment) for fragment in fragments)
+    if filled < num_fragments:
+        raise ConfigError(
+            f"fragments={num_fragments} cannot all be filled by this model's layers, which go to them in turn. "
+            f"Use fragments={filled} or fewer."
+        )
     return fragments

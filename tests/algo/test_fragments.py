@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.algo.fragments import Layout, buckets, strided_fragments, tensor_buckets
+from atoll.errors import ConfigError
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8)
 
@@ -75,6 +76,7 @@ def test_a_tensor_that_must_stay_whole_is_not_cut() -> None:
 
 @given(st.integers(1, 6), st.integers(0, 13))
 def test_strided_fragments_hold_every_name_once(num_fragments: int, num_layers: int) -> None:
+    num_layers = max(num_layers, num_fragments if num_fragments > 1 else 0)
     names = ["model.embed.weight", *(f"model.layers.{i}.mlp.weight" for i in range(num_layers)), "model.norm.weight"]
     fragments = strided_fragments(names, num_fragments)
     assert len(fragments) == num_fragments
@@ -89,3 +91,9 @@ def test_the_layer_number_is_found_in_the_names_of_gpt2_and_llama() -> None:
             [name.format(0), name.format(2), name.format(10)],
             [name.format(1)],
         ]
+
+
+def test_more_fragments_than_layers_are_refused_with_the_number_that_would_do() -> None:
+    names = ["embed", "layers.0.w", "layers.1.w", "norm"]
+    with pytest.raises(ConfigError, match=r"fragments=4 .* Use fragments=3 or fewer"):
+        strided_fragments(names, 4)
