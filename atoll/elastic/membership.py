@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from atoll.elastic.leases import Leases, Range, without
+from atoll.elastic.leases import Leases, Range, common, without
 from atoll.elastic.messages import (
     Beat,
     Commit,
@@ -141,7 +141,7 @@ class Record:
     kind      payload
     state     what `Membership.restore` needs; replaces the one before
     founded   the truth a coordinator without a log took from its members: round, digest
-    committed round, digest, attempt, weights, members, contributors, listeners, refused, lone, witnesses, ...
+    committed round, digest, attempt, weights, used, members, contributors, listeners, refused, lone, witnesses, ...
     void      round, attempt, why
     member    what (joined, left, lost, refused, carried), replica, pid, round, member, name, why
     synced    a member proved that it holds what is committed: replica, member, round, transfers
@@ -366,7 +366,9 @@ class Membership:
                 return []
             self._advance()
         elif self._finish is None or isinstance(message, Leave):
-            self._handlers[type(message)](member, message)
+            handler = self._handlers.get(type(message))
+            if handler is not None:  # other messages are no part of the protocol, and only show that it is alive
+                handler(member, message)
             self._advance()
         return self._drain()
 
@@ -698,8 +700,8 @@ class Membership:
             return  # what it contributed now is neither its own nor committed yet
         hello = member.hello
         believed = hello.books == self._books or hello.books in self._earlier_books
-        said = (*hello.leased, *hello.in_flight) if believed else ()
-        claimed = [pair for pair in (*said[:MOST_CLAIMS], *since) if 0 <= pair[0] < pair[1]]
+        said = [pair for pair in (*hello.leased, *hello.in_flight)[:MOST_CLAIMS] if 0 <= pair[0] < pair[1]]
+        claimed = [*(said if believed else common(said, self._leases.held(member.id))), *since]
         spent = hello.in_flight if hello.in_flight_round <= self._presumed else ()
         self._leases.reclaim(member.id, without(claimed, spent))
 
@@ -1195,6 +1197,7 @@ class Membership:
             "digest": committed.digest,
             "attempt": committed.attempt,
             "weights": dict(committed.weights),
+            "used": {self._members[m].seat: [list(pair) for pair in r.used] for m, r in attempt.contributions.items()},
             "members": {participant.seat: participant.member for participant in attempt.participants},
             "contributors": sorted(committed.weights),
             "listeners": [p.seat for p in attempt.participants if p.member not in attempt.contributions],

@@ -131,6 +131,20 @@ class Beat:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """This member's share of an evaluation of the anchor of `round`: part `part` of `parts` of the held-out text.
+
+    loss_sum: nats, summed over `tokens` predicted tokens.
+    """
+
+    round: int
+    part: int
+    parts: int
+    loss_sum: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Leave:
     """This member goes, in good order: what it leased and did not contribute is free again."""
 
@@ -280,5 +294,5 @@ class Finish:
     why: str = ""
 
 
-FromMember = Hello | Ready | Reached | Failed | Have | Want | Beat | Leave | Meet
+FromMember = Hello | Ready | Reached | Failed | Have | Want | Beat | Evaluated | Leave | Meet
 FromCoordinator = Welcome | Refused | Go | Meet | Commit | Void | Rejected | Donor | Serve | Lease | Finish

@@ -146,7 +146,8 @@ class Island:
         self.fetching: Donor | None = None
         self.attempt = 0
         self.benched = False
-        self.poison = ""
+        self.poison, self.spoiled = "", ""  # of the next work, and of the one that is done
+        self.greeted = False  # on this connection
         self.poisoned = False
         self.glitches = 0
         world.islands.append(self)
@@ -182,6 +183,7 @@ class Island:
             return
         if self.world.host.up and not self.cut_from_coordinator:
             self.link = self.world.host.accept(self)
+            self.greeted = False
             self.retries = 0
             self.say(self.hello())
         else:
@@ -239,7 +241,7 @@ class Island:
         if self.used:
             self.say_ready()
         elif count(self.leased) < SAMPLES:
-            if not self.wanting and self.link and self.link.up:
+            if not self.wanting and self.greeted:
                 self.wanting = True
                 self.say(Want(SAMPLES - count(self.leased)))
         else:
@@ -249,11 +251,14 @@ class Island:
     def trained(self) -> None:
         self.training = False
         self.norm = self.world.rng.uniform(0.9, 1.1)
+        self.spoiled, self.poison = self.spoiled or self.poison, ""
         self.used = merged([*self.used, *self.leased])
         self.leased = []
         self.work()
 
     def say_ready(self) -> None:
+        if not self.greeted:
+            return
         if (self.average is not None and not self.average.parked) or (
             self.said is not None and self.said.round == self.round + 1
         ):
@@ -279,7 +284,7 @@ class Island:
             "round": replace(ready, round=ready.round + 2),
             "foreign": replace(ready, used=((0, 1), *ready.used[:1])),
             "base": replace(ready, base="0ther"),
-        }.get(self.poison, ready)
+        }.get(self.spoiled, ready)
 
     def drop_work(self) -> None:
         self.leased = merged([*self.leased, *self.used])
@@ -288,7 +293,7 @@ class Island:
     # --- what the coordinator says
 
     def on_welcome(self, welcome: Welcome) -> None:
-        self.welcome, self.seat = welcome, welcome.seat
+        self.welcome, self.seat, self.greeted = welcome, welcome.seat, True
         self.position = max(self.position, welcome.position)
         if welcome.boot != self.boot:
             self.boot = welcome.boot
@@ -330,7 +335,7 @@ class Island:
     def on_rejected(self, rejected: Rejected) -> None:
         self.benched |= rejected.benched
         mine = self.said is not None and rejected.round == self.said.round
-        self.poison = ""
+        self.spoiled = ""
         if rejected.drop:
             self.drop_work()
         if mine:
@@ -367,7 +372,7 @@ class Island:
         self.average = Average(go, self.boot)
         if mine.weight:
             self.flight = Flight(go.round, go.attempt, sent)
-        self.world.arbiter.contributions[go.attempt, self.id] = (mine.weight, sent, self.poison == "hidden")
+        self.world.arbiter.contributions[go.attempt, self.id] = (mine.weight, sent, self.spoiled == "hidden")
         if go.participants[0].member == self.id:
             self.say(Meet(go.attempt, self.id, 1))
             self.world.join(self, go)
@@ -479,6 +484,8 @@ class Island:
         if usable and donor.ticket in source.tickets and source.memory == source.digest:
             self.position = max(self.position, source.position)  # it is part of the state
             self.adopt(source.round, source.digest)
+        elif self.memory != self.digest:
+            self.mend()
         else:
             self.say(Have(self.round, self.digest))
         if self.world.ending:
@@ -1137,7 +1144,7 @@ def main() -> int:
                 total[name] = total.get(name, 0) + number
         except Exception as error:  # whatever it is, the seed that shows it is what counts
             failures += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}")
+            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
     seconds = time.perf_counter() - began
     print(f"{arguments.seeds} seeds in {seconds:.1f} s ({arguments.seeds / seconds:.0f} a second), {failures} failures")
     print(", ".join(f"{name} {number}" for name, number in sorted(total.items())))

@@ -726,6 +726,14 @@ def test_the_samples_of_a_lost_member_wait_for_it_and_then_go_to_others() -> Non
     assert run.last("Welcome", "3").leased == ((4, 10),)
 
 
+def test_a_member_that_knows_no_books_keeps_what_is_leased_to_it() -> None:
+    run = three()
+    run.say("3", Want(10))
+    run.disconnect("3")
+    run.connect("3", leased=((0, 6), (20, 30)))
+    assert run.last("Welcome", "3").leased == ((0, 6),)
+
+
 def test_what_a_zombie_says_changes_nothing_and_is_recorded_once() -> None:
     run = three()
     for member in "123":
@@ -1129,9 +1137,7 @@ def test_thousands_of_members_that_come_and_go_leave_nothing_behind() -> None:
     run = three()
     for i in range(2000):
         member = f"m{i}"
-        run.now += 0.01
-        for old in "123":
-            run.say(old, Beat())
+        run.wait(0.25, beats="123")
         run.connect(member, round=-1, digest="")
         run.say(member, Have(0, "d0"))
         run.say(member, Want(3))

@@ -32,7 +32,7 @@ simulate, Broken, FAULTS = simulation.simulate, simulation.Broken, simulation.FA
 
 SEEDS = 400
 BATCH = 50
-MOST = 200  # seeds within which a planted mistake must be found
+MOST = 1000  # seeds within which a planted mistake must be found
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
@@ -177,6 +177,6 @@ MISTAKES: list[Patch] = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_coordinator_that_is_wrong_is_found(mistake: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
-    with pytest.raises((Broken, ValueError, RecursionError)):
+    with pytest.raises(Broken):
         for seed in range(MOST):
             simulate(seed)
