@@ -33,8 +33,10 @@ GROUPS = {
     "The data": "data.source",
     "Sequences and first weights": "sequence_length",
     "Inside a replica": "max_steps",
+    "The workers of a replica": "pipeline_stages",
     "Between replicas": "method",
     "Experiments of the DiLoCo paper": "pretrain_steps",
+    "Islands that come and go": "elastic",
     "The run": "engine",
 }
 

@@ -11,13 +11,21 @@ from atoll.cli.flags import settings_from
 from atoll.train.checkpoint import prepare_run_dir
 from atoll.train.config import TrainConfig, build_config
 from atoll.train.console import print_line
+from atoll.train.elastic_launch import run_elastic
 from atoll.train.folder import refuse_taken
-from atoll.train.launch import run_workers, under_torchrun, work_in_engine
+from atoll.train.fork_server import start_fork_server
+from atoll.train.launch import check_layout, run_workers, under_torchrun, work_in_engine
 
 
 def train(args: Sequence[str]) -> None:
     """Train as `args` say, then write the report and say what can be done next."""
-    config = build_config(settings_from(args))
+    from atoll.cli.dry_run import Options, dry_run, options_from, refuse_alone
+
+    options, settings = options_from(args)
+    config = build_config(settings_from(settings))
+    refuse_alone(options, config)
+    if config.dry_run:
+        return dry_run(config, options or Options())
     if under_torchrun():
         run_in_this_process(config)
     else:
@@ -29,8 +37,13 @@ def train(args: Sequence[str]) -> None:
 def run(config: TrainConfig) -> None:
     """Train with the engine that `config` names; a run folder that cannot be used is told before anything is loaded."""
     refuse_taken(config)
+    if config.num_workers > 1:
+        start_fork_server()  # it loads what the workers need while the next line does so for this process
+        check_layout(config)
     prepare_run_dir(config.output_dir, warn=print_line)
-    if config.engine == "local" or config.replicas == 1:
+    if config.elastic:
+        run_elastic(config)
+    elif config.engine == "local" or config.num_processes == 1:
         run_in_this_process(config)
     else:
         run_workers(config, work_in_engine)

@@ -29,7 +29,7 @@ def write_shards(path: Path, shards: Mapping[str, Shard]) -> None:
     """Write the rows of one worker. Not atomic: write into a folder that is not yet the checkpoint."""
     tensors = {name: shard.tensor.contiguous() for name, shard in shards.items() if shard.stop > shard.start}
     rows = {name: [shards[name].start, *shards[name].full_shape] for name in tensors}
-    save_file(tensors, path, metadata={"format": "pt", _HEADER: json.dumps(rows)})
+    save_file(tensors, path, metadata={_HEADER: json.dumps(rows)})  # of two keys the order would be left to chance
 
 
 @dataclass(frozen=True)

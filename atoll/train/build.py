@@ -7,28 +7,33 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from atoll.algo.adopt import ADOPT_RULES
 from atoll.algo.fragments import strided_fragments
 from atoll.algo.outer import OUTER_OPTIMIZERS, cosine_lr
 from atoll.algo.schedule import Schedule
 from atoll.comm.base import Transport
-from atoll.compress import Compressor, CompressorOptions, build_compressor, check_compressor
+from atoll.compress import Compressor, build_compressor, check_compressor
 from atoll.data import TextData, load_data
 from atoll.errors import ConfigError, StorageError
 from atoll.models import build_model, load_model
+from atoll.parallel import ReplicaMesh, ShardReader, build_parallel
+from atoll.parallel.cut import family_of
+from atoll.parallel.sharding import checkpoint_activations_
 from atoll.train.checkpoint import find_checkpoint, load_json, prepare_run_dir, refuse_other_config
 from atoll.train.config import TrainConfig, essential, read_config_file, write_config_file
 from atoll.train.console import Console
 from atoll.train.data_parallel import GradientSync
 from atoll.train.folder import CONFIG, METRICS, holds_run, refuse_taken
+from atoll.train.layout import Layout, initial_folder, make_layout, model_config, parallel_settings
 from atoll.train.metrics import MetricsWriter, open_trackers, truncate_metrics
-from atoll.train.replica import Member, Replica
+from atoll.train.replica import Member, Replica, computes_in_bfloat16
 from atoll.train.resume import STATE, resume_run
 from atoll.train.run import Output, Run
 from atoll.train.stopping import Signals, Stopper
 from atoll.train.sync import OuterSettings, ReplicaSync
+from atoll.train.workers import ManyWorkers, ModelPart, OneWorker, ShardSync, Workers
 
 
 def build_run(
@@ -41,26 +46,32 @@ def build_run(
     quiet: bool = False,
     schedule: Schedule | None = None,
     data: TextData | None = None,
+    mesh: ReplicaMesh | None = None,
 ) -> Run:
     """A run ready to train, resumed if `config.resume` says so.
 
     transports: one for each replica of this process. schedule: another than blocking rounds. data: what `config.data`
-    describes, where it is loaded already.
+    describes, where it is loaded already. mesh: the workers of the one replica that this process is a worker of, where
+    it has several; its transport leads to this worker's counterparts.
     """
-    leads = transports[0].replica == 0
+    workers: Workers = OneWorker() if mesh is None else ManyWorkers(mesh)
+    leads = transports[0].replica == 0 and workers.index == 0
     set_threads(config, num_processes)
-    device = pick_device(config, transports[0].replica)
     console = Console(max_steps=config.max_steps, on_closed=signals.stop) if leads and not quiet else None
     data = data or load_data(
         config.data, sequence_length=config.sequence_length, num_replicas=config.replicas, seed=config.seed
     )
     schedule = schedule or make_schedule(config)
-    members = [_build_member(config, transport, data, device=device, schedule=schedule) for transport in transports]
+    if mesh is None:
+        device, layout = pick_device(config, transports[0].replica), None
+        members = [_build_member(config, transport, data, device=device, schedule=schedule) for transport in transports]
+    else:
+        layout = make_layout(config, vocab_size=data.vocab_size)
+        members = [_build_worker(layout, transports[0], data, mesh=mesh, schedule=schedule, workers=workers)]
     if console is not None:
         console.line(f"data: {data.describe()}")
-        console.line(_describe_model(config, members[0]))
-        shapes = [tuple(param.shape) for param in members[0].replica.trainable().values()]
-        for warning in warnings_of(config, shapes):
+        console.line(_describe_model(config, members[0], layout))
+        for warning in warnings_of(config, [tuple(tensor.shape) for tensor in members[0].sync.anchor().values()]):
             console.line(f"warning: {warning}")
     run = Run(
         config,
@@ -70,6 +81,8 @@ def build_run(
         output=Output(None, console, []),
         stopper=stopper,
         signals=signals,
+        workers=workers,
+        layout=layout,
     )
     _open_run_dir(run)
     return run
@@ -86,14 +99,9 @@ def make_schedule(config: TrainConfig) -> Schedule:
     )
 
 
-def compressor_options(config: TrainConfig) -> CompressorOptions:
-    """What `config` tells its compressor."""
-    return CompressorOptions(rank=config.rank, feedback=config.error_feedback, residual_dtype=config.residual_dtype)
-
-
 def make_compressor(config: TrainConfig) -> Compressor:
     """The compressor that `config` names."""
-    return build_compressor(config.compressor, compressor_options(config))
+    return build_compressor(config.compressor, config.compressor_options)
 
 
 HOT_GAIN = 4.0  # of the outer optimizer, η/(1−μ), beyond which a round of delay makes training swing
@@ -102,7 +110,7 @@ HOT_GAIN = 4.0  # of the outer optimizer, η/(1−μ), beyond which a round of d
 def warnings_of(config: TrainConfig, shapes: Iterable[Sequence[int]]) -> list[str]:
     """What is likely to train badly in `config`, each with the value that would do. shapes: of all parameters."""
     warnings = check_compressor(
-        config.compressor, compressor_options(config), shapes=shapes, outer_momentum=config.outer_momentum
+        config.compressor, config.compressor_options, shapes=shapes, outer_momentum=config.outer_momentum
     )
     momentum = config.outer_momentum if config.outer_optimizer in ("nesterov", "momentum") else 0.0
     gain = config.outer_lr / (1 - momentum)
@@ -151,6 +159,7 @@ def outer_settings(config: TrainConfig, schedule: Schedule) -> OuterSettings:
         prune_fraction=config.prune_fraction,
         dropped_count=config.drop_merge == "all",
         own_base=config.drop_base == "own",
+        on_host=config.outer_state == "host",
     )
 
 
@@ -164,6 +173,8 @@ def _build_member(
         model = build_model(
             config.model, vocab_size=vocab_size, sequence_length=config.sequence_length, seed=config.seed
         )
+    if config.activation_checkpointing:
+        checkpoint_activations_(family_of(model.config).layer_list(model))
     stream = data.stream(transport.replica)
     replica = Replica(transport.replica, model=model, stream=stream, config=config, device=device)
     if config.method == "data-parallel":
@@ -181,17 +192,42 @@ def _build_member(
     return Member(replica, transport, outer)
 
 
+def _build_worker(
+    layout: Layout, transport: Transport, data: TextData, *, mesh: ReplicaMesh, schedule: Schedule, workers: Workers
+) -> Member:
+    """This worker of a replica of many: its layers and rows of the model, which it syncs with its counterparts."""
+    config = layout.config
+    built = model_config(config, vocab_size=data.vocab_size)
+    settings = parallel_settings(config, bfloat16=computes_in_bfloat16(config, mesh.device))
+    model = build_parallel(built, mesh, settings, seed=None if config.init_from else config.seed)
+    if config.init_from:
+        _refuse_misfit(config, built, vocab_size=data.vocab_size)
+        ShardReader(initial_folder(config).glob("*.safetensors")).fill_(model.held())
+    part = ModelPart(model)
+    stream = data.stream(transport.replica)
+    replica = Replica(
+        transport.replica, model=part, stream=stream, config=config, device=mesh.device, worker=mesh.worker
+    )
+    fragments = strided_fragments(layout.names, schedule.num_fragments)
+    sync = ShardSync(part, transport, outer_settings(config, schedule), fragments=fragments, workers=workers)
+    return Member(replica, transport, sync)
+
+
 def _load_initial(config: TrainConfig, *, vocab_size: int) -> PreTrainedModel:
     """The model of `init_from`; refuses one that the data does not fit."""
     model = load_model(config.init_from)
-    positions = getattr(model.config, "max_position_embeddings", config.sequence_length)
-    if model.config.vocab_size < vocab_size or positions < config.sequence_length:
+    _refuse_misfit(config, model.config, vocab_size=vocab_size)
+    return model
+
+
+def _refuse_misfit(config: TrainConfig, built: PreTrainedConfig, *, vocab_size: int) -> None:
+    positions = getattr(built, "max_position_embeddings", config.sequence_length)
+    if built.vocab_size < vocab_size or positions < config.sequence_length:
         raise ConfigError(
-            f"init_from={config.init_from!r} knows {model.config.vocab_size} tokens at {positions} positions; the data "
+            f"init_from={config.init_from!r} knows {built.vocab_size} tokens at {positions} positions; the data "
             f"has {vocab_size} tokens in sequences of {config.sequence_length}.\n"
             "Set data.tokenizer to the folder of the model's tokenizer, and sequence_length to its positions at most."
         )
-    return model
 
 
 def _open_run_dir(run: Run) -> None:
@@ -206,7 +242,8 @@ def _open_run_dir(run: Run) -> None:
     if run.leads:
         _rewrite_files(run)
     run.check_same_start()
-    run.output.metrics = MetricsWriter(run.run_dir / METRICS)
+    if run.workers.index == 0:
+        run.output.metrics = MetricsWriter(run.run_dir / METRICS)
     if run.leads:
         run.output.trackers = open_trackers(run.config.report_to, run.run_dir, run.config.model_dump())
 
@@ -227,6 +264,7 @@ def _claim(run: Run) -> Path | None:
 def _tell_folder(run: Run, folder: Path | None) -> Path | None:
     """The leading process's choice, the same on all: ballots have one length, so the name is padded."""
     name = (str(folder) if folder is not None else "").encode().ljust(4096)
+    name = run.workers.gather(name)[0]
     chosen = run.exchange([name] * len(run.members))[0].decode().strip()
     return Path(chosen) if chosen else None
 
@@ -241,10 +279,15 @@ def _rewrite_files(run: Run) -> None:
         raise StorageError(f"cannot write to {run.run_dir}: {error.strerror}. Choose another --output-dir.") from error
 
 
-def _describe_model(config: TrainConfig, member: Member) -> str:
+def _describe_model(config: TrainConfig, member: Member, layout: Layout | None) -> str:
     parameters = sum(param.numel() for param in member.replica.trainable().values())
     batch = f"{config.batch_size} x {config.gradient_accumulation_steps} x {config.sequence_length}"
+    workers = ""
+    if layout is not None:
+        parameters = layout.num_parameters
+        stages = f"{config.pipeline_stages} stages ({config.pipeline_schedule}, {config.resolved_microbatches} parts)"
+        workers = f" | workers of a replica: {stages} x {config.data_workers} data ({config.sharding})"
     return (
         f"model: {config.model.family} with {parameters / 1e6:.2f} M parameters | replicas: {config.replicas}, each "
-        f"{batch} tokens a step on {member.replica.device}"
+        f"{batch} tokens a step on {member.replica.device}{workers}"
     )

@@ -18,7 +18,7 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from atoll.algo import adopt, outer
-from atoll.compress import COMPRESSORS
+from atoll.compress import COMPRESSORS, CompressorOptions
 from atoll.errors import ConfigError, nearest
 
 # Settings whose value is a name in a registry.
@@ -97,6 +97,22 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(0, ge=0, description="CPU threads a process; 0: cores / processes, at least 1")
 
+    # the workers of a replica: data_workers x pipeline_stages processes
+    pipeline_stages: int = Field(1, ge=1, description="workers a replica's layers are cut over")
+    data_workers: int = Field(1, ge=1, description="workers that share a replica's batch")
+    microbatches: int = Field(
+        0, ge=0, description="parts of a worker's batch that follow each other through the stages; 0: what fits"
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+        "1f1b", description="order in which stages work on microbatches"
+    )
+    sharding: Literal["replicate", "shard"] = Field(
+        "replicate", description="what data_workers hold of a stage: all of it, or their rows (FSDP)"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="keep a layer's input only and compute the rest again in the backward"
+    )
+
     # between replicas
     method: Literal["diloco", "data-parallel"] = Field("diloco", description="data-parallel: sync before every step")
     replicas: int = Field(1, ge=1, description="copies of the model that train apart; in prose, islands")
@@ -122,8 +138,10 @@ class TrainConfig(Section):
     rank: int = Field(32, ge=1, description="compressor=lowrank: columns of the factors")
     error_feedback: bool | None = Field(None, description="owe what a compressor left out; default: where it is needed")
     residual_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of what error feedback owes")
-    adaptive: bool = Field(False, description="compressor=lowrank: rank and inner_steps follow the effective rank")
     average_inner_state: bool = Field(False, description="average the inner Adam state as well; sends 3x as much")
+    outer_state: Literal["device", "host"] = Field(
+        "device", description="where anchor, outer momentum and rounds in flight lie; the same memory on a CPU"
+    )
 
     # the experiments of the DiLoCo paper
     pretrain_steps: int = Field(0, ge=0, description="steps of one replica alone before the rounds begin")
@@ -165,6 +183,7 @@ class TrainConfig(Section):
     resume: str = Field("never", description="auto, never, or the path of a checkpoint")
     port: int = Field(0, ge=0, le=65535, description="rendezvous port on loopback; 0: any free one")
     timeout_s: float = Field(600.0, gt=0, description="a sync that takes longer than this fails")
+    dry_run: bool = Field(False, description="say what each worker would hold and send; start nothing")
 
     @model_validator(mode="after")
     def _check_relations(self) -> TrainConfig:
@@ -199,9 +218,38 @@ class TrainConfig(Section):
                 "out has no inner state to average. Change one of them."
             )
         _check_schedule(self)
+        _check_workers(self)
         if self.elastic:
             _check_elastic(self)
         return self
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of one replica."""
+        return self.data_workers * self.pipeline_stages
+
+    @property
+    def num_processes(self) -> int:
+        """Of the whole run, where each worker is one."""
+        return self.replicas * self.num_workers
+
+    @property
+    def sequences_a_worker(self) -> int:
+        """That one of the data workers takes a step."""
+        return self.batch_size * self.gradient_accumulation_steps // self.data_workers
+
+    @property
+    def resolved_microbatches(self) -> int:
+        """As given; else the fewest that keep every stage busy and are no larger than batch_size."""
+        if self.microbatches:
+            return self.microbatches
+        least = max(self.pipeline_stages, math.ceil(self.sequences_a_worker / self.batch_size))
+        return next((m for m in range(least, self.sequences_a_worker + 1) if _microbatches_fit(self, m)), least)
+
+    @property
+    def compressor_options(self) -> CompressorOptions:
+        """What the compressor is told."""
+        return CompressorOptions(rank=self.rank, feedback=self.error_feedback, residual_dtype=self.residual_dtype)
 
     @property
     def resolved_delay(self) -> int:
@@ -245,6 +293,56 @@ def _check_schedule(config: TrainConfig) -> None:
         )
 
 
+def _microbatches_fit(config: TrainConfig, microbatches: int) -> bool:
+    """Whether they divide a worker's sequences, and come in the equal rounds that schedules of two stages need."""
+    in_rounds = config.pipeline_schedule in ("gpipe", "1f1b") or not microbatches % config.pipeline_stages
+    return in_rounds and config.sequences_a_worker % microbatches == 0
+
+
+def _check_workers(config: TrainConfig) -> None:
+    """Settings that a replica of many workers has no use for, and batches that its workers cannot share."""
+    if config.num_workers == 1:
+        if config.microbatches > 1:
+            raise ValueError(
+                f"microbatches={config.microbatches} are for replicas of several workers. "
+                f"Use gradient_accumulation_steps={config.microbatches}, or pipeline_stages=2 or more."
+            )
+        return
+    alone = {"method": "diloco", "engine": "torchdist", "average_inner_state": False, "elastic": False}
+    wrong = [f"{key}={getattr(config, key)!r}" for key, value in alone.items() if getattr(config, key) != value]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} is for replicas of one worker, and pipeline_stages={config.pipeline_stages} x "
+            f"data_workers={config.data_workers} is {config.num_workers}. Leave it as it is by default, or use 1 x 1."
+        )
+    _check_sharing(config)
+
+
+def _check_sharing(config: TrainConfig) -> None:
+    """A step's sequences go evenly to the data workers, and each worker's evenly into microbatches."""
+    steps, workers, parts = config.gradient_accumulation_steps, config.data_workers, config.resolved_microbatches
+    sequences = config.batch_size * steps
+    if sequences % workers:
+        raise ValueError(
+            f"the {sequences} sequences of a step (batch_size={config.batch_size}) cannot be shared evenly by "
+            f"data_workers={workers}. Use batch_size={_fitting_batch(config, workers)}."
+        )
+    if parts >= config.pipeline_stages and config.sequences_a_worker % parts:
+        least = config.pipeline_stages
+        fitting = [m for m in range(least, config.sequences_a_worker + 1) if _microbatches_fit(config, m)]
+        other = f", or microbatches={min(fitting, key=lambda m: abs(m - parts))}" if fitting else ""
+        raise ValueError(
+            f"microbatches={parts} do not divide the {config.sequences_a_worker} sequences that a worker takes a step "
+            f"(batch_size={config.batch_size}). Use batch_size={_fitting_batch(config, workers * parts)}{other}."
+        )
+
+
+def _fitting_batch(config: TrainConfig, parts: int) -> int:
+    """The smallest batch_size, from that given on, whose steps come in equal `parts`."""
+    unit = parts // math.gcd(parts, config.gradient_accumulation_steps)
+    return math.ceil(config.batch_size / unit) * unit
+
+
 def _check_elastic(config: TrainConfig) -> None:
     """Rounds whose replicas come and go have no use for experiments that say beforehand who takes part."""
     fixed = {
@@ -256,6 +354,11 @@ def _check_elastic(config: TrainConfig) -> None:
         "average_inner_state": False,
         "data.shard": "iid",
     }
+    if config.schedule == "streaming" or config.resolved_delay not in (0, config.inner_steps):
+        raise ValueError(
+            f"elastic=true takes rounds whole, at once or a round later, not schedule={config.schedule!r} with "
+            f"delay={config.delay}. Use schedule=blocking or schedule=delayed."
+        )
     settings = flatten(config.model_dump())
     wrong = [f"{key}={settings[key]!r}" for key, value in fixed.items() if settings[key] != value]
     if wrong or config.data.source.startswith("hf:"):
@@ -272,6 +375,8 @@ FREE = frozenset(
         *("device", "dtype", "threads", "engine", "output_dir", "save_steps", "keep_last", "eval_steps"),
         *("eval_sequences", "logging_steps", "report_to", "resume", "port", "timeout_s", "init_from"),
         *("min_replicas", "quorum", "deadline_s", "clip_ratio"),
+        *("pipeline_stages", "data_workers", "microbatches", "pipeline_schedule", "sharding"),  # to rounding
+        *("activation_checkpointing", "outer_state", "dry_run"),
     }
 )
 

@@ -1,7 +1,9 @@
-"""Building one island of an elastic run, and what it writes: lines, metrics, evaluations, checkpoints.
+"""Building one island of an elastic run, and what it writes: lines, metrics, checkpoints.
 
-Every island logs its own inner steps. What is written once for the run is written by the island that leads: of those in
-the last round the one with the lowest seat. Rounds, members and faults are the coordinator's to log.
+Every island logs its own inner steps. Checkpoints in the middle of a run are written by the island that leads: of those
+in the last round the one with the lowest seat; when islands leave, and at the end, by the first that comes to it in
+each run folder. Rounds, members, faults and evaluations are the coordinator's to log; of an evaluation each island
+computes a part.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from atoll.data import TextData, load_data
 from atoll.data.stream import LeasedStream, ShardStream
 from atoll.elastic import messages as m
 from atoll.elastic.addresses import host_and_port, local_address_towards
-from atoll.elastic.donate import fetch_state
+from atoll.elastic.crash import crash_point
+from atoll.elastic.donate import State, fetch_state
 from atoll.elastic.link import Link, fetch_settings
 from atoll.elastic.tokens import Token, parse_token
 from atoll.errors import AtollError, ConfigError
@@ -32,14 +36,16 @@ from atoll.train.checkpoint import find_checkpoint, prepare_run_dir
 from atoll.train.config import TrainConfig, build_config, settings_digest
 from atoll.train.console import Console, print_line
 from atoll.train.elastic_checkpoint import load_committed, load_own, save_committed, save_own
+from atoll.train.elastic_saved import forget_saved, saved_step, saving
 from atoll.train.folder import METRICS
-from atoll.train.island import Island, Stopped
-from atoll.train.metrics import EvalEvent, MetricsWriter, StepEvent, perplexity
+from atoll.train.island import Island, Landing, Stopped
+from atoll.train.metrics import MetricsWriter, StepEvent
 from atoll.train.replica import Replica, StepReport
 from atoll.train.stopping import Interrupted, Signals, watch_signals
 from atoll.train.sync import ReplicaSync
 
 SAVING_SHARE = 0.02  # of the time, where save_steps does not say when
+LEAVING_S = 6.0  # for another island of this folder that saves, when this one is told to go
 
 
 def run_island(
@@ -79,22 +85,8 @@ class _Builder:
         replica = self._replica(data, device)
         schedule = make_schedule(config)
         sync = ReplicaSync(replica.trainable(), _NoTransport(), outer_settings(config, schedule))
-        folder = self._checkpoint() if self.founder else None
-        about: dict[str, Any] = {}
-        steps = 0
-        if folder is not None:
-            about = load_committed(folder, config, replica=replica, sync=sync)
-            steps = load_own(Path(config.output_dir), seat=self.seat, replica=replica, sync=sync)
-        return RunningIsland(
-            self,
-            data=data,
-            replica=replica,
-            sync=sync,
-            schedule=schedule,
-            steps=steps,
-            last_eval_step=int(about.get("last_eval_step", 0)),
-            position=int(about.get("position", 0)),
-        )
+        resumed = self._resume(replica, sync) if self.founder else Resumed()
+        return RunningIsland(self, data=data, replica=replica, sync=sync, schedule=schedule, resumed=resumed)
 
     def _replica(self, data: TextData, device: torch.device) -> Replica:
         config = self.config
@@ -110,12 +102,29 @@ class _Builder:
         seat = max(self.seat, 0)
         return Replica(seat, model=model, stream=LeasedStream(order), config=config, device=device)
 
-    def _checkpoint(self) -> Path | None:
-        return find_checkpoint(self.config.output_dir, self.config.resume, warn=self.line)
+    def _resume(self, replica: Replica, sync: ReplicaSync) -> Resumed:
+        folder = find_checkpoint(self.config.output_dir, self.config.resume, warn=self.line)
+        if folder is None:
+            return Resumed()
+        about = load_committed(folder, self.config, replica=replica, sync=sync)
+        run_dir = Path(self.config.output_dir)
+        steps, books = load_own(run_dir, seat=self.seat, replica=replica, sync=sync, warn=self.line)
+        return Resumed(steps, books, int(about["position"]), int(about["last_eval_step"]), int(about["step"]))
 
     def line(self, text: str) -> None:
         if self.console is not None:
             self.console.line(text)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where an island begins. steps, books: of progress it had of its own. saved_step: of the checkpoint, -1: none."""
+
+    steps: int = 0
+    books: str = ""
+    position: int = 0
+    last_eval_step: int = 0
+    saved_step: int = -1
 
 
 class RunningIsland:
@@ -129,9 +138,7 @@ class RunningIsland:
         replica: Replica,
         sync: ReplicaSync,
         schedule: Schedule,
-        steps: int,
-        last_eval_step: int,
-        position: int,
+        resumed: Resumed,
     ) -> None:
         config = self.config = made.config
         self._made = made
@@ -139,17 +146,18 @@ class RunningIsland:
         self._replica = replica
         self._sync = sync
         self._held_out = data.held_out[: config.eval_sequences]
-        self._last_eval_step = last_eval_step
-        self._saved_step = -1
+        self._last_eval_step = resumed.last_eval_step
+        self._first_saved_step = resumed.saved_step
         self._save_from = 0.0
-        self._metrics = MetricsWriter(Path(config.output_dir) / METRICS)
+        self._run_dir = Path(config.output_dir)
+        self._metrics = MetricsWriter(self._run_dir / METRICS)
         host, port = host_and_port(made.token.addresses[0])
-        self.address = local_address_towards(host, port)
-        self._link = Link(made.token, self._hello, beat=lambda: self.island.beat())
+        address = local_address_towards(host, port)
+        self._link = Link(made.token, lambda: self.island.hello(), beat=lambda: self.island.beat())
+        donor_port = self._link.serve_state(lambda: self.island.snapshot(), host=address)
         self.island = Island(
             config,
-            member=secrets.token_hex(8),
-            address=self.address,
+            introduction=_introduction(config, made, address=address, port=donor_port),
             replica=replica,
             sync=sync,
             schedule=schedule,
@@ -157,15 +165,15 @@ class RunningIsland:
             watcher=self,
             fetch=self._fetch,
             should_stop=lambda: made.signals.received is not None,
-            seat=made.seat,
             has_state=made.founder,
-            steps=steps,
-            position=position,
+            steps=resumed.steps,
+            position=resumed.position,
+            books=resumed.books,
         )
-        self._donor_port = self._link.serve_state(self.island.snapshot, host=self.address)
 
     def run(self) -> None:
         """Train until the run is over, or until this process is told to leave."""
+        crash_point("island.before_hello")
         self._link.start()
         try:
             self.island.run()
@@ -198,33 +206,59 @@ class RunningIsland:
             due = step % self.config.logging_steps == 0 or step in (1, self.config.max_steps)
             console.step(event) if due else console.advance(step)
 
-    def committed(self, commit: m.Commit, *, step: int, leads: bool) -> None:
-        if not leads:
-            return
-        every = self.config.eval_steps
-        if every and step // every > self._last_eval_step // every and step < self.config.max_steps:
-            self._evaluate(step)
-        if self._save_is_due(step):
-            self._save(step)
+    def committed(self, landing: Landing) -> None:
+        if self._evaluation_is_due(landing.step):
+            self._evaluate(landing)
+        if landing.leads and self._save_is_due(landing.step):
+            self._save(patience_s=0.0)
 
     def line(self, text: str) -> None:
         self._made.line(text)
 
+    # --- evaluations: every island that made the round takes a part of the held-out text
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        """At the first round at or after each multiple of eval_steps, and at the end; the same for all islands."""
+        every = self.config.eval_steps
+        before = step - 1 - (step - 1) % self.config.inner_steps
+        return step == self.config.max_steps or (every > 0 and step // every > before // every)
+
+    def _evaluate(self, landing: Landing) -> None:
+        crash_point("island.evaluate")
+        self._last_eval_step = landing.step
+        share = self._held_out[landing.place :: landing.of]
+        loss_sum, tokens = self._replica.evaluate(share, self._sync.anchor())
+        self._link.send(m.Evaluated(landing.commit.round, landing.place, landing.of, loss_sum, tokens))
+
+    # --- checkpoints
+
+    def _save_is_due(self, step: int) -> bool:
+        every = self.config.save_steps
+        if every:
+            return step // every > max(saved_step(self._run_dir), self._first_saved_step, 0) // every
+        return time.monotonic() >= self._save_from
+
+    def _save(self, *, patience_s: float) -> None:
+        """Save the committed state, unless that was done; another island may be at it for `patience_s`."""
+        step = self._step()
+        with saving(self._run_dir, step, patience_s=patience_s) as needed:
+            if not needed or step == self._first_saved_step:
+                return
+            began = time.monotonic()
+            save_committed(
+                self.config,
+                replica=self._replica,
+                sync=self._sync,
+                tokenizer=self._data.tokenizer,
+                step=step,
+                last_eval_step=self._last_eval_step,
+                position=self.island.position,
+            )
+            self._save_from = time.monotonic() + (time.monotonic() - began) / SAVING_SHARE
+
     # --- inside
 
-    def _hello(self) -> m.Hello:
-        return self.island.hello(
-            name=socket.gethostname(),
-            version=atoll.__version__,
-            settings_digest=settings_digest(self.config),
-            address=self.address,
-            port=self._donor_port,
-            pid=os.getpid(),
-            num_workers=1,
-            founder=self._made.founder,
-        )
-
-    def _fetch(self, donor: m.Donor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _fetch(self, donor: m.Donor) -> State:
         limit = 64 * self._sync.numel + (1 << 20)  # anchor, outer state and warm starts, with room
         began = time.perf_counter()
         tensors, about = fetch_state(donor, max_bytes=limit)
@@ -232,48 +266,18 @@ class RunningIsland:
         self.line(f"state of round {about['round']}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
         return tensors, about
 
-    def _save_is_due(self, step: int) -> bool:
-        every = self.config.save_steps
-        if every:
-            return step // every > max(self._saved_step, 0) // every
-        return time.monotonic() >= self._save_from
-
-    def _save(self, step: int) -> None:
-        if step == self._saved_step:
-            return
-        began = time.monotonic()
-        save_committed(
-            self.config,
-            replica=self._replica,
-            sync=self._sync,
-            tokenizer=self._data.tokenizer,
-            step=step,
-            last_eval_step=self._last_eval_step,
-            position=self.island.position,
-        )
-        self._saved_step = step
-        self._save_from = time.monotonic() + (time.monotonic() - began) / SAVING_SHARE
-
-    def _evaluate(self, step: int) -> None:
-        self._last_eval_step = step
-        total, count = self._replica.evaluate(self._held_out, self._sync.anchor())
-        loss = total / count
-        event = EvalEvent(step=step, round=self.island.round, loss=loss, perplexity=perplexity(loss), tokens=count)
-        self._metrics.write(event)
-        if self._made.console is not None:
-            self._made.console.evaluated(event)
-
     def _step(self) -> int:
         return min(self.island.round * self.config.inner_steps, self.config.max_steps)
 
     def _conclude(self) -> None:
-        """The run is over: the island that leads evaluates and saves."""
+        """The run is over: the last state is evaluated, unless that was done when it landed, and saved."""
         finish = self.island.finish
         assert finish is not None
-        if self.island.leads:
-            if self._last_eval_step < self._step():
-                self._evaluate(self._step())
-            self._save(self._step())
+        step = self._step()
+        if finish.exit_code == 0 and step == self.config.max_steps > self._last_eval_step and self.island.seat == 0:
+            self._evaluate(Landing(m.Commit(self.island.round, 0, ""), step, 0, 1, True))
+        if self.island.has_state and self.island.round > 0:
+            self._save(patience_s=600.0)
         if finish.exit_code:
             error = AtollError(finish.why or "the run ended before its time")
             error.exit_code = finish.exit_code
@@ -282,19 +286,45 @@ class RunningIsland:
     def _leave(self) -> None:
         """Told to go: say so to the others, keep what there is."""
         self._link.send(m.Leave("told to stop"))
-        run_dir = Path(self.config.output_dir)
-        if self.island.has_state and self.island.seat >= 0:
-            save_own(run_dir, seat=self.island.seat, replica=self._replica, sync=self._sync, steps=self.island.steps)
-            if self.island.leads:
-                self._save(self._step())
+        island = self.island
+        if island.has_state and island.seat >= 0:
+            progress = island.withdraw()
+            save_own(
+                self._run_dir,
+                seat=island.seat,
+                replica=self._replica,
+                sync=self._sync,
+                steps=island.steps,
+                progress=progress,
+                books=island.books,
+            )
+            self._save(patience_s=LEAVING_S)
         raise Interrupted(
             self._made.signals.received or 0,
-            f"replica {self.island.seat} left after round {self.island.round}; what it has is in {run_dir}.",
+            f"replica {island.seat} left after round {island.round}; what it has is in {self._run_dir}.",
         )
 
     def _tokens_a_step(self) -> int:
         config = self.config
         return config.batch_size * config.gradient_accumulation_steps * config.sequence_length
+
+
+def _introduction(config: TrainConfig, made: _Builder, *, address: str, port: int) -> m.Hello:
+    """What an island says of itself, whatever state it holds."""
+    return m.Hello(
+        member=secrets.token_hex(8),
+        name=socket.gethostname(),
+        version=atoll.__version__,
+        settings_digest=settings_digest(config),
+        address=address,
+        port=port,
+        pid=os.getpid(),
+        num_workers=1,
+        round=-1,
+        digest="",
+        founder=made.founder,
+        seat=made.seat,
+    )
 
 
 class _NoTransport:
@@ -329,4 +359,5 @@ def join(line: str, *, output_dir: str = "", device: str = "auto", threads: int 
         f"joining run {told['run'][:8]}: {config.model.family}, {config.max_steps} steps, H={config.inner_steps}"
     )
     prepare_run_dir(config.output_dir, warn=print_line)
+    forget_saved(Path(config.output_dir))
     run_island(config, token, founder=True)  # the first to come begins the run from its seed; later ones are told so

@@ -8,16 +8,20 @@ that it can be generated from, exported and resumed. What an island has of its o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atoll.data.stream import LeasedStream
+from atoll.elastic.crash import crash_point
 from atoll.errors import CheckpointError
 from atoll.models import save_model
 from atoll.train.checkpoint import CheckpointWriter, load_json, load_state, refuse_other_config, save_state
 from atoll.train.config import TrainConfig, essential
+from atoll.train.elastic_saved import ISLANDS
 from atoll.train.resume import OUTER, STATE, load_anchor
 
 if TYPE_CHECKING:
@@ -39,10 +43,12 @@ def save_committed(
 
     position: the first sample that was never leased, so that a resumed run reads none twice.
     """
+    crash_point("island.save")
     writer = CheckpointWriter(config.output_dir, step, keep_last=config.keep_last)
     model, anchor = replica.model, sync.anchor()
     assert isinstance(model, PreTrainedModel)
     writer.save_files(lambda folder: save_model(model, tokenizer, folder, weights=anchor))
+    crash_point("island.saving")
     writer.save_state(OUTER, sync.shared_state() | {"codes": sync.shared_codes()})
     about = {
         "step": step,
@@ -53,6 +59,7 @@ def save_committed(
         "position": position,
     }
     writer.save_json(STATE, about)
+    crash_point("island.before_publish")
     return writer.commit(expected_files=[OUTER, STATE, "config.json", "model.safetensors"])
 
 
@@ -71,30 +78,61 @@ def load_committed(folder: Path, config: TrainConfig, *, replica: Replica, sync:
     return about
 
 
-def save_own(run_dir: Path, *, seat: int, replica: Replica, sync: ReplicaSync, steps: int) -> None:
-    """Keep what this island has of its own, for the next island that takes its seat here."""
+def save_own(
+    run_dir: Path,
+    *,
+    seat: int,
+    replica: Replica,
+    sync: ReplicaSync,
+    steps: int,
+    progress: Sequence[Tensor],
+    books: str,
+) -> None:
+    """Keep what this island has of its own, for the next island that takes its seat here.
+
+    progress: what no committed round holds, made in `steps` inner steps. books: those in which the samples of its
+    stream are its own.
+    """
     assert isinstance(replica.stream, LeasedStream)
-    folder = run_dir / "islands"
-    folder.mkdir(parents=True, exist_ok=True)
     state = replica.state_dict()
     del state["params"]
-    own = {"round": sync.round, "replica": state, "sync": sync.replica_state()["fragments"], "steps": steps}
-    own["progress"] = sync.progress()
-    save_state(folder / f"seat-{seat}.safetensors", own)
+    own = {"round": sync.round, "replica": state, "steps": steps, "progress": list(progress), "books": books}
+    own["codes"] = [fragment["codes"] for fragment in _fragments(sync)]
+    path = _own_path(run_dir, seat)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_state(path.with_suffix(".partial"), own)
+    path.with_suffix(".partial").replace(path)
 
 
-def load_own(run_dir: Path, *, seat: int, replica: Replica, sync: ReplicaSync) -> int:
+def load_own(
+    run_dir: Path, *, seat: int, replica: Replica, sync: ReplicaSync, warn: Callable[[str], None]
+) -> tuple[int, str]:
     """Go on from what the last island of this seat kept, if it is of the round that `sync` holds.
 
-    Returns the inner steps that its progress is made of, 0 where there is none.
+    Returns the inner steps that its progress is made of, and the books: 0 and "" where there is nothing.
     """
-    path = run_dir / "islands" / f"seat-{seat}.safetensors"
+    path = _own_path(run_dir, seat)
     if not path.exists():
-        return 0
-    own = load_state(path)
+        return 0, ""
+    try:
+        own = load_state(path)
+    except CheckpointError as error:
+        warn(f"what replica {seat} had of its own is lost: {str(error).splitlines()[0]}")
+        return 0, ""
     if own["round"] != sync.round:
-        return 0
+        return 0, ""
+    sync.load_replica_state({"fragments": [{"base": None, "codes": codes, "flights": []} for codes in own["codes"]]})
     sync.rebase(own["progress"])
     params = {name: param.detach() for name, param in replica.trainable().items()}
     replica.load_state_dict({**own["replica"], "params": params})
-    return int(own["steps"])
+    return int(own["steps"]), str(own["books"])
+
+
+def _own_path(run_dir: Path, seat: int) -> Path:
+    return run_dir / ISLANDS / f"seat-{seat}.safetensors"
+
+
+def _fragments(sync: ReplicaSync) -> list[dict[str, Any]]:
+    fragments = sync.replica_state()["fragments"]
+    assert isinstance(fragments, list)
+    return fragments

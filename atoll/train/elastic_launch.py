@@ -22,6 +22,7 @@ from atoll.errors import AtollError, ConfigError, TransportError
 from atoll.train.checkpoint import find_checkpoint, load_json, prepare_run_dir, refuse_other_config
 from atoll.train.config import TrainConfig, build_config, essential, read_config_file, write_config_file
 from atoll.train.console import print_line, waiting
+from atoll.train.elastic_saved import forget_saved
 from atoll.train.folder import CONFIG, METRICS, holds_run, refuse_taken
 from atoll.train.fork_server import start_fork_server
 from atoll.train.launch import WorkersFailed, _end_with_launcher, _Failure, _passing_signals_on, _signal_all
@@ -64,11 +65,10 @@ def _go_back(config: TrainConfig, run_dir: Path) -> None:
     if holds_run(run_dir):
         refuse_other_config(essential(read_config_file(run_dir / CONFIG)), essential(config))
     write_config_file(config, run_dir / CONFIG)
+    forget_saved(run_dir)
     folder = find_checkpoint(run_dir, config.resume, warn=print_line)
-    if folder is None:
-        return
     if (run_dir / METRICS).exists():
-        truncate_metrics(run_dir / METRICS, load_json(folder / STATE)["step"])
+        truncate_metrics(run_dir / METRICS, load_json(folder / STATE)["step"] if folder is not None else 0)
     for log in (run_dir / FOLDER).glob(f"{LOG}*"):
         log.unlink()  # it may know of rounds that no island holds any more; what the islands hold is the truth
 
@@ -89,11 +89,15 @@ class _Coordinator:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        self._pipe: Connection | None = None
         self.process: ForkServerProcess | None = None
 
     def start(self) -> str:
         """Start it and wait until it serves; returns a token for the islands."""
+        if self._pipe is not None:
+            self._pipe.close()
         self.process, pipe = _start(_coordinate, self._config)
+        self._pipe = pipe
         if not pipe.poll(COORDINATOR_S):
             raise TransportError(f"the coordinator did not start within {COORDINATOR_S:.0f} s. See what it printed.")
         try:
@@ -136,8 +140,18 @@ def _watch(workers: list[tuple[ForkServerProcess, Connection]], coordinator: _Co
                 outcomes.append(_outcome(seat, process, pipe))
                 _tell(seat, outcomes[-1], num_left=len(running))
         if running and None not in outcomes:
-            coordinator.look_after()
+            _look_after(coordinator, [process for process, _ in running.values()])
     return outcomes
+
+
+def _look_after(coordinator: _Coordinator, islands: list[ForkServerProcess]) -> None:
+    """Start a coordinator that died again; where that fails, let the islands save what they have."""
+    try:
+        coordinator.look_after()
+    except AtollError as error:
+        print_line(f"the coordinator cannot be started again: {error}\nThe islands save what they have and leave.")
+        coordinator.process = None
+        _signal_all(islands, signal.SIGTERM)
 
 
 def _outcome(seat: int, process: ForkServerProcess, pipe: Connection) -> _Failure | None:

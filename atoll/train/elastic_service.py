@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
 import atoll
 from atoll.elastic.coordinator import Service, run_coordinator
+from atoll.elastic.evaluations import Evaluation
 from atoll.elastic.membership import Rules
 from atoll.elastic.tokens import JOIN
 from atoll.train.config import TrainConfig, settings_digest
-from atoll.train.console import print_line
+from atoll.train.console import format_eval, print_line
 from atoll.train.folder import METRICS
-from atoll.train.metrics import MetricsWriter
+from atoll.train.metrics import EvalEvent, MetricsWriter, perplexity
 
 
 def rules_of(config: TrainConfig) -> Rules:
@@ -43,6 +46,12 @@ def serve_run(
     started: gets a token that lets islands in, once they can come.
     """
     folder = Path(config.output_dir)
+
+    def evaluated(evaluation: Evaluation) -> None:
+        event = _eval_event(config, evaluation)
+        metrics.write(event)
+        say(format_eval(event))
+
     with MetricsWriter(folder / METRICS) as metrics:
         service = Service(
             settings=config.model_dump(exclude_none=True),
@@ -50,7 +59,9 @@ def serve_run(
             folder=folder,
             host=host,
             port=port,
-            step_of=lambda round: min(round * config.inner_steps, config.max_steps),
+            step_of=lambda round: _step_of(config, round),
+            evaluated=evaluated,
+            told_round=last_round(folder / METRICS),
             metrics=metrics.append,
             say=say,
             allow_public=allow_public,
@@ -58,3 +69,27 @@ def serve_run(
         return run_coordinator(
             service, started=lambda coordinator: started(coordinator.create_token(JOIN, note="first"))
         )
+
+
+def last_round(path: Path) -> int:
+    """The newest round in a metrics.jsonl that a coordinator writes; 0 where there is none."""
+    if not path.exists() or path.stat().st_size == 0:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        start = text.rfind(b'{"event": "round"')
+        line = text[start : text.find(b"\n", start)] if start >= 0 else b""
+    return int(json.loads(line)["round"]) if line else 0
+
+
+def _step_of(config: TrainConfig, round: int) -> int:
+    return min(round * config.inner_steps, config.max_steps)
+
+
+def _eval_event(config: TrainConfig, evaluation: Evaluation) -> EvalEvent:
+    return EvalEvent(
+        step=_step_of(config, evaluation.round),
+        round=evaluation.round,
+        loss=evaluation.loss,
+        perplexity=perplexity(evaluation.loss),
+        tokens=evaluation.tokens,
+    )

@@ -10,10 +10,11 @@ What may happen between an offer and its commit, and how it is heard of:
     Void        the attempt came to nothing; the offer stands, and another `Go` follows
     Commit      all reached the same anchor: adopt it. An island that had nothing to offer in time adopts it as well and
                 carries its progress onto it: it is owed to the next round
-    Donor       what this island holds is not what is committed: fetch that
+    Donor       what this island holds is not what is committed: fetch that, in a thread of its own
 
-An attempt changes nothing of the island, so that it can be given up at any moment. Only `_land` and `_fetch` move the
-anchor, both in the training thread.
+An attempt changes nothing of the island, so that it can be given up at any moment. Only `_adopt_committed` and
+`_take_over` move the anchor, both in the training thread. docs/protocol.md ("What an island must do") says what the
+others rely on.
 """
 
 from __future__ import annotations
@@ -32,16 +33,24 @@ from atoll.algo.schedule import Schedule
 from atoll.comm.torchdist import TorchDistTransport
 from atoll.data.stream import LeasedStream
 from atoll.elastic import messages as m
+from atoll.elastic.crash import crash_point
 from atoll.elastic.group import connect, host_meeting, join_meeting
-from atoll.elastic.link import LinkFailed, LinkLost
+from atoll.elastic.leases import common, without
+from atoll.elastic.link import LinkBack, LinkFailed, LinkLost
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, TransportError
-from atoll.train.committed import capture, restore
+from atoll.train.committed import capture, capture_ahead, restore
 from atoll.train.config import TrainConfig
 from atoll.train.replica import Replica, StepReport
 from atoll.train.sync import Arrived, ReplicaSync
 
-MEETING_S = 20.0  # the longest wait for the participants of an attempt to meet
+MEETING_S = 20.0  # the longest wait for the first participant of an attempt to say where to meet
 LEASED_ROUNDS = 2  # rounds of samples that an island holds at most
+SAY_AGAIN_S = 0.5  # after a refusal, before the same is offered again
+MEND_S = 3.0  # after a refusal for a damaged anchor, before the island asks for a donor by saying what it holds
+AS_FAST = 0.85  # of the fastest island's speed; from there on an island takes all inner steps: grace covers the rest
+LAST_STATE_S = 5.0  # at the end of the run, for an island that is behind to fetch the last state
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class ControlLink(Protocol):
@@ -49,7 +58,7 @@ class ControlLink(Protocol):
 
     events: queue.Queue[Any]
 
-    def send(self, message: m.FromMember) -> None: ...
+    def send(self, message: m.FromMember, *, connection: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -61,23 +70,47 @@ class Averaged:
     wire_s: float
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A transfer is over. result: the committed state, or why it did not come."""
+
+    donor: m.Donor
+    result: State | AtollError
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A round that this island adopted. place: of this island among the `of` that averaged it."""
+
+    commit: m.Commit
+    step: int
+    place: int
+    of: int
+    leads: bool
+
+
 class Watcher(Protocol):
     """Who is told what happens to an island."""
 
     def stepped(self, report: StepReport, *, step: int) -> None: ...
 
-    def committed(self, commit: m.Commit, *, step: int, leads: bool) -> None: ...
+    def committed(self, landing: Landing) -> None: ...
 
     def line(self, text: str) -> None: ...
 
 
 @dataclass
 class _Offer:
-    """What was taken for a round, and what it was made of: owed again if the round is committed without it."""
+    """What was taken for a round, and what it was made of: owed again if the round is committed without it.
+
+    given: the averaging that it was given to and whose outcome is not known. spent: it is in a committed round, which
+    this island has not adopted.
+    """
 
     ready: m.Ready
     tokens_before: int
-    committed: bool = False  # it is in a committed round, although this island could not adopt it
+    given: m.Go | None = None
+    spent: bool = False
 
 
 class Stopped(Exception):
@@ -85,25 +118,28 @@ class Stopped(Exception):
 
 
 class Island:
-    """The training thread of one island."""
+    """The training thread of one island.
+
+    introduction: what it says of itself when it comes to the coordinator, the state it holds left out.
+    books: name of the books on samples in which those that the stream holds are its own.
+    """
 
     def __init__(
         self,
         config: TrainConfig,
         *,
-        member: str,
-        address: str,
+        introduction: m.Hello,
         replica: Replica,
         sync: ReplicaSync,
         schedule: Schedule,
         link: ControlLink,
         watcher: Watcher,
-        fetch: Callable[[m.Donor], tuple[dict[str, Tensor], dict[str, Any]]],
+        fetch: Callable[[m.Donor], State],
         should_stop: Callable[[], bool],
-        seat: int = -1,
         has_state: bool = False,
         steps: int = 0,
         position: int = 0,
+        books: str = "",
     ) -> None:
         assert isinstance(replica.stream, LeasedStream)
         self.config = config
@@ -111,12 +147,13 @@ class Island:
         self.sync = sync
         self.round = sync.round  # the committed round whose state this island holds
         self.has_state = has_state  # whether the anchor is one that was committed, or that a founder may begin with
-        self.seat = seat
+        self.seat = introduction.seat
         self.leads = False
         self.finish: m.Finish | None = None
-        self.state_lock = threading.Lock()  # held while the anchor moves
-        self._member = member
-        self._address = address
+        self.steps = steps  # inner steps since this island last had something in a round
+        self.position = position
+        self.books = books
+        self._introduction = introduction
         self._stream = replica.stream
         self._delayed = schedule.delay > 0
         self._blocking_first = schedule.blocking_first
@@ -124,30 +161,41 @@ class Island:
         self._watcher = watcher
         self._fetch_state = fetch
         self._should_stop = should_stop
-        self.steps = steps  # inner steps since this island last had something in a round
         self._target = config.inner_steps
-        self._boot = ""
         self._num_rounds = -(-config.max_steps // config.inner_steps)
-        self._offer: _Offer | None = None  # announced, and in no committed round yet
-        self._go: m.Go | None = None
-        self._attempt: _Attempt | None = None
-        self._arrived: tuple[int, Arrived] | None = None  # attempt, and what it reached
-        self._commit: m.Commit | None = None  # committed, and not adopted yet: rounds that land later
-        self._inner_s = 0.0
-        self._exposed_s = 0.0  # of the current round: seconds in which this island waited
+        self._state_lock = threading.Lock()  # held while the anchor moves
+        self._digest = sync.digest()  # of the anchor as it was when it last moved
+        # what the coordinator said
+        self._coming_connection = self._connection = 0  # only on one with a Welcome is anything said
+        self._boot = ""
+        self._told = (-1, "")  # the newest committed round that was heard of, and its digest
         self._current = False
-        self._waits_to_land = False
-        self._last_attempt = 0  # the highest numbers heard of, for a coordinator that lost its log
-        self.position = position
+        self._benched = False
+        self._last_attempt = 0  # the highest number heard of, for a coordinator that lost its log
         self._wanted = 0  # samples asked for and not leased yet
+        self._say_again_at: float | None = None
+        # the round being made
+        self._offer: _Offer | None = None  # announced, and not adopted as part of a committed round
+        self._taken: _Offer | None = None  # for the round after that one: announced when that one has landed
+        self._attempt: _Attempt | None = None
+        self._commit: m.Commit | None = None  # committed, reached by `_attempt` and not adopted yet: lands later
+        self._waits_to_land = False
+        self._landings: list[Landing] = []  # that the watcher was not told of
+        self._transfer: m.Donor | None = None
+        self._inner_s = 0.0
+        self._measured_steps = self._measured_s = 0.0  # of the last rounds, each counting half of the next
+        self._hello = introduction
+        self._note()
 
     # --- the loop
 
     def run(self) -> None:
         """Train until the run is over. Raises `Stopped` when told to leave, `AtollError` when it cannot go on."""
         self._wait(lambda: self._current)
-        while self.finish is None and self.round < self._num_rounds:
-            if self.steps < self._target:
+        while not self._is_over():
+            if self._benched:
+                self._wait(self._is_over)
+            elif self.steps < self._target:
                 self._lease_ahead()
                 if self.finish is None:
                     self._inner_step()
@@ -155,48 +203,72 @@ class Island:
             else:
                 self._sync()
         self._wait(lambda: self.finish is not None)
+        self._conclude()
 
-    def hello(self, **about: Any) -> m.Hello:
-        """What this island says of itself whenever it comes to the coordinator; `about` is what never changes."""
-        offered = self._offer.ready.used if self._offer else ()
-        in_flight = self._offer is not None and self._go is not None and self._counts(self._go)
-        return m.Hello(
-            member=self._member,
-            round=self.round if self.has_state else -1,
-            digest=self.sync.digest() if self.has_state else "",
-            leased=self._stream.leased if in_flight else (*offered, *self._stream.leased),
-            in_flight=offered if in_flight else (),
-            in_flight_round=self._go.round if in_flight and self._go else 0,
-            attempt=self._last_attempt,
-            position=self.position,
-            seat=self.seat,
-            **about,
-        )
+    def hello(self) -> m.Hello:
+        """What this island says whenever it comes to the coordinator; from another thread.
+
+        It is made by the training thread whenever that changes: what is said must fit together.
+        """
+        return self._hello
 
     def beat(self) -> m.Beat:
         """A sign of life, from another thread."""
-        rate = self.steps * self._tokens_a_step() / self._inner_s if self._inner_s else 0.0
-        return m.Beat(self.steps, rate)
+        return m.Beat(self.steps, self._tokens_per_s())
 
-    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The committed state for a joiner; from another thread, between two rounds."""
-        with self.state_lock:
-            return capture(self.sync)
+    def snapshot(self) -> State:
+        """The committed state for a joiner; from another thread. Raises `CheckpointError` where there is none."""
+        with self._state_lock:
+            if not self.has_state:
+                raise CheckpointError("this island holds no committed state itself.")
+            commit, attempt = self._commit, self._attempt
+            if commit is not None and attempt is not None and attempt.arrived is not None:
+                tensors, about = capture_ahead(self.sync, attempt.arrived, step=self._step_of(commit.round))
+            else:
+                tensors, about = capture(self.sync)
+        return tensors, about | {"position": self.position}
+
+    def withdraw(self) -> list[Tensor]:
+        """Before leaving: nothing is on offer any more. Returns the progress that no committed round holds."""
+        if self._commit is not None:
+            self._adopt_committed()
+        progress = self.sync.progress(without_oldest=self._offer is not None and self._offer.spent)
+        self.sync.take_back(0)
+        self._owe_again()
+        return progress
+
+    def _is_over(self) -> bool:
+        return self.finish is not None or self.round >= self._num_rounds
+
+    def _conclude(self) -> None:
+        """Hold the last state, where it is to be had."""
+        if self._commit is not None:
+            self._adopt_committed()
+        deadline = time.monotonic() + LAST_STATE_S
+        self._wait(lambda: self._transfer is None or time.monotonic() >= deadline)
+        self._follow_up()
 
     # --- inner steps
 
     def _inner_step(self) -> None:
+        crash_point("island.step")
         step = self._step()
         self.replica.compute_gradients(step)
         report = self.replica.update(step)
         self.steps += 1
         self._inner_s += report.seconds
+        self._measured_steps += 1
+        self._measured_s += report.seconds
         self._watcher.stepped(report, step=step)
+        crash_point("island.stepped")
 
     def _step(self) -> int:
         """The global inner step that comes next: where the run is, not how much this island has done of it."""
         within = min(self.steps + 1, self.config.inner_steps)
         return min(self.round * self.config.inner_steps + within, self.config.max_steps)
+
+    def _step_of(self, round: int) -> int:
+        return min(round * self.config.inner_steps, self.config.max_steps)
 
     def _lease_ahead(self) -> None:
         """Have samples for this step, and for a round more, so that a coordinator that is away stops nobody."""
@@ -208,29 +280,32 @@ class Island:
 
     def _want(self, samples: int) -> None:
         self._wanted = samples
-        self._link.send(m.Want(samples))
+        self._say(m.Want(samples))
 
-    # --- rounds
+    # --- offering
 
     def _sync(self) -> None:
         """Bring this island's progress into a round.
 
         With a delay a round lands when the next one is taken, and is taken before it lands: progress first, then θ.
         """
-        began = time.perf_counter()
-        taken = self._take()
+        self._taken = self._take()
         if self._offer is not None:
             self._wait_landed()
-        if self.steps > 0:  # the round before was committed without us: all of it is owed again
-            self._restore(taken)
-        else:
-            self._announce(taken)
-            if not self._delayed or (self._blocking_first and self.round == 0):
-                self._wait_landed()
-        self._exposed_s += time.perf_counter() - began
+        if self._taken is None or self.finish is not None:  # the round before was made without us: all is owed again
+            return
+        self._offer, self._taken = self._taken, None
+        self._announce()
+        if not self._delayed or self._lands_at_once():
+            self._wait_landed()
+
+    def _lands_at_once(self) -> bool:
+        """Whether the round on offer lands before training goes on, although rounds are delayed."""
+        return (self._blocking_first and self.round == 0) or self.round + 1 >= self._num_rounds
 
     def _take(self) -> _Offer:
         """Take the progress of this island as it is now."""
+        crash_point("island.before_take")
         replica = self.replica
         offer = self.sync.take(0, weight=float(replica.tokens - replica.tokens_at_sync))
         ready = m.Ready(
@@ -246,13 +321,20 @@ class Island:
         taken = _Offer(ready, replica.tokens_at_sync)
         replica.tokens_at_sync = replica.tokens
         self.steps, self._inner_s = 0, 0.0
+        self._measured_steps, self._measured_s = self._measured_steps / 2, self._measured_s / 2
+        crash_point("island.taken")
         return taken
 
-    def _announce(self, offer: _Offer) -> None:
+    def _announce(self) -> None:
         """Say that the progress is there; also again, when the coordinator came back or the anchor was mended."""
-        ready = replace(offer.ready, round=self.round + 1, base=self.sync.measure_digest())
-        self._offer = replace(offer, ready=ready)
-        self._link.send(ready)
+        offer = self._offer
+        if offer is None or offer.spent or self._commit is not None or self._benched:
+            return
+        self._say_again_at = None
+        offer.ready = replace(offer.ready, round=self.round + 1, base=self.sync.measure_digest())
+        self._note()
+        self._say(offer.ready)
+        crash_point("island.ready")
 
     def _wait_landed(self) -> None:
         """Until what was offered is in a committed round, or is owed again."""
@@ -262,41 +344,85 @@ class Island:
         self._wait(lambda: self._offer is None or self.finish is not None)
         self._waits_to_land = False
 
-    def _land(self, arrived: Arrived, commit: m.Commit) -> None:
-        """The round is committed: adopt it."""
-        step = min(commit.round * self.config.inner_steps, self.config.max_steps)
-        with self.state_lock:
-            report = self.sync.land(0, arrived, step=step)
-            self.round = commit.round
-        if report.weights[arrived.place] == 0:
-            self._owe_again()
-        self._offer = self._go = None
-        if commit.fastest > 0 and self.config.adapt_inner_steps:
-            self._target = self._adapted(commit.fastest)
-        self._watcher.committed(commit, step=step, leads=self.leads)
-
     def _owe_again(self) -> None:
-        """A round was committed without what was offered: it is owed to the next, unless it is broken."""
-        if self._offer is None:
-            return
-        if not self._offer.ready.finite:
-            self.sync.restart()
-            self.replica.start_afresh()
+        """What was taken is in no committed round: it goes to the next, unless it is broken or spent."""
+        offers = [offer for offer in (self._taken, self._offer) if offer is not None and not offer.spent]
+        self._offer = self._taken = None
+        for offer in offers:
+            self.steps += offer.ready.steps
+            self._inner_s += offer.ready.inner_s
+            self.replica.tokens_at_sync = min(self.replica.tokens_at_sync, offer.tokens_before)
+            self._stream.owe(offer.ready.used)
+        if not all(offer.ready.finite for offer in offers):
+            self._drop_work()
+
+    def _drop_work(self) -> None:
+        """Start again from the anchor: what was done since can be in no round."""
+        self._offer = self._taken = self._attempt = None
+        self.sync.take_back(0)
+        self.sync.restart()
+        self.replica.start_afresh()
+        self.replica.tokens_at_sync = self.replica.tokens
+        self._stream.settle()
+        self.steps, self._inner_s = 0, 0.0
+
+    # --- adopting
+
+    def _adopt_committed(self) -> None:
+        """Land what is committed and was reached here."""
+        commit, attempt = self._commit, self._attempt
+        assert commit is not None and attempt is not None and attempt.arrived is not None
+        crash_point("island.before_land")
+        step = self._step_of(commit.round)
+        with self._state_lock:
+            report = self.sync.land(0, attempt.arrived, step=step)
+            self.round, self._digest = commit.round, self.sync.digest()
+            self._commit = self._attempt = None
+        if report.weights[attempt.place] > 0:
+            self._offer = None
         else:
-            self._restore(self._offer)
+            self._owe_again()
+        self._target = self._share_of_steps(commit.fastest)
+        self._note()
+        if self._digest == commit.digest:
+            self._say_what_it_has()
+        else:
+            self._report_damage()
+        crash_point("island.landed")
+        self._landings.append(Landing(commit, step, attempt.place, len(attempt.go.participants), self.leads))
 
-    def _restore(self, offer: _Offer) -> None:
-        self.steps += offer.ready.steps
-        self._inner_s += offer.ready.inner_s
-        self.replica.tokens_at_sync = min(self.replica.tokens_at_sync, offer.tokens_before)
-        self._stream.owe(offer.ready.used)
+    def _report_damage(self) -> None:
+        """The anchor is not what all agreed on; the state comes from a donor."""
+        self._current = False
+        self._watcher.line(f"the anchor of round {self.round} was damaged here; it is fetched from another island")
+        self._say_what_it_has()
 
-    def _adapted(self, fastest: float) -> int:
+    def _share_of_steps(self, fastest: float) -> int:
         """DyLU: as many steps as this island makes while the fastest makes all of them."""
-        rate = self.beat().tokens_per_s or fastest
-        return max(1, min(self.config.inner_steps, int(self.config.inner_steps * rate / fastest)))
+        steps = self.config.inner_steps
+        if not self.config.adapt_inner_steps or fastest <= 0 or self._measured_s <= 0:
+            return steps
+        speed = self._tokens_per_s() / fastest
+        return steps if speed >= AS_FAST else max(1, int(steps * speed))
 
-    # --- what is heard
+    def _take_over(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        """Take over the committed state; what this island has done that no committed round holds stays owed."""
+        mended = self.has_state and about["round"] == self.round  # the anchor alone was wrong
+        spent = self._offer is not None and self._offer.spent
+        progress = self.sync.progress(without_oldest=spent) if self.has_state and not mended else None
+        idle = self._offer is None and self._taken is None and self.steps == 0
+        with self._state_lock:
+            restore(self.sync, tensors, about)
+            self.sync.take_back(0)
+            if not mended or idle:
+                self.sync.rebase(progress)
+            self.round, self._digest = about["round"], self.sync.digest()
+            self.has_state = True
+            self._commit = self._attempt = None
+        self.position = max(self.position, int(about["position"]))
+        self._owe_again()
+
+    # --- hearing
 
     def _hear(self) -> None:
         """Whatever has come in since, without waiting."""
@@ -305,8 +431,9 @@ class Island:
             try:
                 event = self._link.events.get_nowait()
             except queue.Empty:
-                return
+                break
             self._handle(event)
+        self._follow_up()
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Hear what comes in until something is true."""
@@ -315,8 +442,16 @@ class Island:
             try:
                 event = self._link.events.get(timeout=0.2)
             except queue.Empty:
-                continue
-            self._handle(event)
+                event = None
+            if event is not None:
+                self._handle(event)
+            self._follow_up()
+
+    def _follow_up(self) -> None:
+        """What follows from events and may take long: nobody waits for it."""
+        self._say_again_if_due()
+        while self._landings:
+            self._watcher.committed(self._landings.pop(0))
 
     def _check_stop(self) -> None:
         if self._should_stop():
@@ -324,23 +459,27 @@ class Island:
 
     def _handle(self, event: object) -> None:
         match event:
+            case LinkBack(number):
+                self._coming_connection = number
             case m.Welcome():
                 self._welcomed(event)
             case m.Go():
                 self._begin(event)
             case m.Meet(attempt, address, port):
-                if self._attempt is not None and self._attempt.number == attempt:
+                if self._attempt is not None and self._attempt.go.attempt == attempt:
                     self._attempt.meeting.put((address, port))
             case Averaged():
                 self._averaged(event)
             case m.Commit():
                 self._committed(event)
-            case m.Void(attempt, why):
+            case m.Void(attempt):
                 self._give_up(attempt)
             case m.Rejected():
                 self._rejected(event)
             case m.Donor():
-                self._fetch(event)
+                self._begin_transfer(event)
+            case Fetched():
+                self._fetched(event)
             case m.Lease(ranges, position):
                 self.position = max(self.position, position)
                 self._wanted = 0
@@ -353,148 +492,254 @@ class Island:
                 self._watcher.line(f"the coordinator is out of reach, training goes on: {why.splitlines()[0]}")
             case LinkFailed(trace):
                 raise RuntimeError(f"the link to the coordinator failed:\n{trace}")
+        self._note()
+
+    def _say(self, message: m.FromMember) -> None:
+        """Say this, unless the connection on which it holds is gone: after the next `Welcome` it is said anew."""
+        self._link.send(message, connection=self._connection)
+
+    def _note(self) -> None:
+        """Put down what `hello` says from now on."""
+        round, digest = self._held()
+        offer = self._offer if self._offer is not None and not self._offer.spent else None
+        in_flight = offer.ready.used if offer is not None and offer.given is not None else ()
+        owned = [*self._stream.leased]
+        owned += offer.ready.used if offer is not None and offer.given is None else ()
+        owned += self._taken.ready.used if self._taken is not None else ()
+        self._hello = replace(
+            self._introduction,
+            round=round,
+            digest=digest,
+            seat=self.seat,
+            leased=tuple(owned),
+            in_flight=tuple(in_flight),
+            in_flight_round=offer.given.round if offer is not None and offer.given is not None else 0,
+            attempt=self._last_attempt,
+            position=self.position,
+            books=self.books,
+        )
+
+    def _held(self) -> tuple[int, str]:
+        """The committed state that this island holds or is about to adopt: -1 and "" for none."""
+        if self._commit is not None:
+            return self._commit.round, self._commit.digest
+        return (self.round, self._digest) if self.has_state else (-1, "")
+
+    def _say_what_it_has(self) -> None:
+        self._say(m.Have(*self._held()))
+        crash_point("island.have")
+
+    # --- what the coordinator says
 
     def _welcomed(self, welcome: m.Welcome) -> None:
-        self.seat = welcome.seat
-        self.leads = self.leads or (self._go is None and welcome.seat == 0)
-        self.replica.index = welcome.seat
-        self._current = welcome.current
-        if welcome.boot != self._boot:
-            self._boot = welcome.boot
-            self._attempt = None
+        self._connection = self._coming_connection
+        self.seat = self.replica.index = welcome.seat
+        self.leads = self.leads or (self._last_attempt == 0 and welcome.seat == 0)
         self._num_rounds = welcome.num_rounds
         self.position = max(self.position, welcome.position)
+        if welcome.boot != self._boot:
+            self._boot = welcome.boot
+            if self._attempt is not None and self._attempt.arrived is None:
+                self._attempt = None
+        if welcome.settled:
+            self._settle(welcome)
+        self._told = (welcome.round, welcome.digest)
+        self._current = welcome.current or self._held() == (welcome.round, welcome.digest)
+        if self._current and not welcome.current:
+            self._say_what_it_has()  # it got there while the Welcome was on its way
         if self._wanted:
             self._want(self._wanted)  # whether it was heard the first time is not known; samples are plenty
-        if self._offer is not None and welcome.contributed >= self._offer.ready.round:
-            self._offer.committed = True
-        arrived = self._arrived
-        if arrived is not None and welcome.round == self.round + 1 and arrived[1].digest == welcome.digest:
-            # it was committed while the coordinator could not say so
-            self._committed(m.Commit(welcome.round, arrived[0], welcome.digest))
-            self._say_what_it_has()
-            self._current = True
-        elif welcome.current:
-            self._arrived = None
-            if self._offer is not None:
-                self._announce(self._offer)
+        if self._current:
+            self._announce()
+
+    def _settle(self, welcome: m.Welcome) -> None:
+        """What became of the contribution in flight, and of the samples held."""
+        self.books = welcome.books
+        offer = self._offer
+        if offer is not None and offer.given is not None:
+            offer.spent |= welcome.contributed >= offer.given.round
+            if not offer.spent and (self._attempt is None or self._attempt.go is not offer.given):
+                offer.given = None  # it was of an earlier boot, and came to nothing
+        state = self._stream.state_dict()
+        leased = [(start, stop) for start, stop in state["leased"]]
+        used = [(start, stop) for start, stop in state["used"]]
+        trained = list(used)
+        for one in (self._offer, self._taken):
+            trained += one.ready.used if one is not None and not one.spent else ()
+        if without(trained, welcome.leased):
+            self._watcher.line("samples of this island are with others now; the work done with them is dropped")
+            if self._commit is not None:
+                self._adopt_committed()
+            self._drop_work()
+            leased, used = [*trained, *leased], []
+        own = [pair for one in leased for pair in common([one], welcome.leased)]
+        self._stream.load_state_dict({"leased": own, "used": used})
 
     def _begin(self, go: m.Go) -> None:
         """Take part in an attempt, with what was offered or listening."""
+        self._last_attempt = max(self._last_attempt, go.attempt)
+        if self._attempt is not None and self._attempt.go.attempt == go.attempt:
+            self._say_outcome(self._attempt)  # the connection was lost in the middle of it
+            return
         if self._commit is not None:
             self._adopt_committed()  # a round that would have landed later: the next one starts from it
-        if go.round != self.round + 1:
-            self._link.send(m.Failed(go.round, go.attempt, f"holds round {self.round}"))
+        place = [participant.member for participant in go.participants].index(self._introduction.member)
+        counts = go.participants[place].weight > 0
+        if go.round != self.round + 1 or (counts and self._offer is None):
+            self._say(m.Failed(go.round, go.attempt, f"holds round {self.round}, and nothing to offer for {go.round}"))
             return
-        place = [participant.member for participant in go.participants].index(self._member)
         self.leads = go.participants[place].seat == min(participant.seat for participant in go.participants)
-        self._go = go
-        self._last_attempt = max(self._last_attempt, go.attempt)
-        self._arrived = None
-        self._attempt = _Attempt(self, go, place)
+        if counts and self._offer is not None:
+            self._offer.given = go
+        self._attempt = _Attempt(self, go, place, offers=counts)
+        crash_point("island.go")
         self._attempt.start()
 
-    def average(self, go: m.Go, place: int, meeting: queue.Queue[tuple[str, int]]) -> Arrived:
+    def average(self, attempt: _Attempt) -> Arrived:
         """One attempt, in its own thread: meet, average, find out where it leads. Changes nothing."""
-        if place == 0:
-            met = host_meeting(self._address, timeout_s=MEETING_S)
-            self._link.send(m.Meet(go.attempt, met.address, met.port))
+        go, address = attempt.go, self._introduction.address
+        patience_s = max(MEETING_S, self.config.deadline_s)  # whoever is in the middle of an inner step comes late
+        if attempt.place == 0:
+            met = host_meeting(address, timeout_s=patience_s)
+            crash_point("island.hosting")
+            self._say(m.Meet(go.attempt, met.address, met.port))
             store = met.store
         else:
             try:
-                store = join_meeting(*meeting.get(timeout=MEETING_S), timeout_s=MEETING_S)
+                store = join_meeting(*attempt.meeting.get(timeout=patience_s), timeout_s=patience_s)
             except queue.Empty:
                 raise TransportError("the first participant never said where to meet") from None
+        crash_point("island.meeting")
+        member = self._introduction.member
         group = connect(
-            store,
-            go.participants,
-            member=self._member,
-            attempt=go.attempt,
-            address=self._address,
-            timeout_s=self.config.timeout_s,
+            store, go.participants, member=member, attempt=go.attempt, address=address, timeout_s=patience_s
         )
+        crash_point("island.connected")
         transport = TorchDistTransport(group, timeout_s=self.config.timeout_s)
         weights = [participant.weight for participant in go.participants]
-        step = min(go.round * self.config.inner_steps, self.config.max_steps)
-        return self.sync.average(0, transport, weights, offered=self._offer is not None, step=step)
+        return self.sync.average(0, transport, weights, offered=attempt.offers, step=self._step_of(go.round))
 
-    def post(self, averaged: Averaged) -> None:
-        """From the thread of an attempt: it is over."""
-        self._link.events.put(averaged)
+    def post(self, event: Averaged | Fetched) -> None:
+        """From the thread of an attempt or a transfer: it is over."""
+        self._link.events.put(event)
 
     def _averaged(self, averaged: Averaged) -> None:
-        if self._attempt is None or averaged.attempt != self._attempt.number or self._go is None:
+        attempt = self._attempt
+        if attempt is None or attempt.go.attempt != averaged.attempt:
+            return
+        attempt.averaged = averaged
+        crash_point("island.averaged")
+        self._say_outcome(attempt)
+        crash_point("island.reached")
+
+    def _say_outcome(self, attempt: _Attempt) -> None:
+        """What became of the averaging here, if anything did yet."""
+        averaged, go = attempt.averaged, attempt.go
+        if averaged is None:
             return
         if isinstance(averaged.result, AtollError):
-            self._link.send(m.Failed(self._go.round, averaged.attempt, str(averaged.result).splitlines()[0]))
-            return
-        arrived = averaged.result
-        self._arrived = (averaged.attempt, arrived)
-        self._link.send(_reached(self._go, averaged, arrived))
+            self._say(m.Failed(go.round, go.attempt, str(averaged.result).splitlines()[0]))
+        else:
+            self._say(_reached(go, averaged, averaged.result))
 
     def _committed(self, commit: m.Commit) -> None:
+        crash_point("island.commit")
         self.position = max(self.position, commit.position)
-        if commit.round <= self.round:
-            return  # said again to one that had it already
-        if self._arrived is None or self._arrived[0] != commit.attempt:
-            self._link.send(m.Failed(commit.round, commit.attempt, "has no result of it"))
+        self._told = (commit.round, commit.digest)
+        if commit.round <= self._held()[0]:
+            self._say_what_it_has()  # said again to one that has it already
             return
-        self._commit = commit
-        if self._waits_to_land or self._offer is None or not self._delayed:
-            self._adopt_committed()  # else it lands when the next one is taken
-
-    def _adopt_committed(self) -> None:
-        assert self._commit is not None and self._arrived is not None
-        commit, arrived = self._commit, self._arrived[1]
-        self._commit = self._arrived = self._attempt = None
-        self._land(arrived, commit)
+        offer, attempt = self._offer, self._attempt
+        if offer is not None and offer.given is not None:
+            offer.spent = offer.given.attempt == commit.attempt and commit.weights.get(self.seat, 0.0) > 0
+            offer.given = None
+        if attempt is None or not attempt.reached(commit) or commit.round != self.round + 1:
+            self._attempt, self._current = None, False
+            self._say(m.Failed(commit.round, commit.attempt, "has no result of it"))
+            return
+        self._commit, self._current = commit, True
+        if self._waits_to_land or offer is None or not self._delayed:
+            self._adopt_committed()
+        else:  # it lands when the next one is taken
+            self._say_what_it_has()
 
     def _give_up(self, attempt: int) -> None:
-        if self._attempt is not None and self._attempt.number == attempt:
-            self._attempt = self._arrived = self._go = None
+        if self._offer is not None and self._offer.given is not None and self._offer.given.attempt == attempt:
+            self._offer.given = None
+        if self._attempt is not None and self._attempt.go.attempt == attempt:
+            self._attempt = None
 
     def _rejected(self, rejected: m.Rejected) -> None:
-        """The offer was not let in. What can never be let in is dropped; the rest is owed to the next round."""
-        if rejected.round > self.round:  # else it crossed the commit of a round that went on without it
-            self._watcher.line(f"contribution refused: {rejected.why}" + (" (benched)" if rejected.benched else ""))
+        """The offer was not let in. What can never be let in is dropped; the rest is offered again."""
+        self._benched |= rejected.benched
+        if rejected.round <= self._held()[0]:
+            return  # it crossed the commit of a round that went on without it
+        self._watcher.line(f"contribution refused: {rejected.why}")
         if rejected.drop:
-            self._offer = None
-            self.sync.take_back(0)
-            self.sync.restart()
-            self.replica.start_afresh()
-            self.replica.tokens_at_sync = self.replica.tokens
-            self.steps, self._inner_s = 0, 0.0
+            self._drop_work()
+        elif self._offer is not None:
+            whole = self.sync.measure_digest() == self._digest
+            self._say_again_at = time.monotonic() + (SAY_AGAIN_S if whole else MEND_S)
 
-    def _fetch(self, donor: m.Donor) -> None:
-        """Take over the committed state; what this island has done that no committed round holds stays owed."""
-        try:
-            tensors, about = self._fetch_state(donor)
-        except (TransportError, CheckpointError, DataError) as error:
-            self._watcher.line(f"state from {donor.member[:8]} not received: {str(error).splitlines()[0]}")
-            self._say_what_it_has()
+    def _say_again_if_due(self) -> None:
+        """After a refusal that names no donor: say what is held, then offer again."""
+        if self._say_again_at is None or time.monotonic() < self._say_again_at:
             return
-        mended = self.has_state and about["round"] == self.round  # the anchor alone was wrong
-        landed = self._offer is not None and self._offer.committed
-        progress = self.sync.progress(without_offers=landed) if self.has_state and not mended else None
-        with self.state_lock:
-            self.sync.take_back(0)
-            restore(self.sync, tensors, about)
-            if not mended:
-                self.sync.rebase(progress)
-            self.round = about["round"]
-            self.has_state = True
-        if not landed:
-            self._owe_again()
-        self._offer = self._arrived = self._commit = self._go = None
-        self._current = True
+        self._say_again_at = None
+        if self._transfer is None and self._commit is None:
+            self._say(m.Have(self.round, self.sync.measure_digest()))
+            self._announce()
+
+    # --- the state from a donor
+
+    def _begin_transfer(self, donor: m.Donor) -> None:
+        """Fetch the committed state; a donor named later replaces one that did not deliver yet."""
+        if self._commit is not None:
+            self._adopt_committed()
+        self._say_again_at = None
+        if self.has_state and (self.round, self.sync.measure_digest()) == self._told and donor.round == self.round:
+            self._current = True
+            self._say_what_it_has()
+            self._announce()
+            return
+        self._current = False
+        self._transfer = donor
+        threading.Thread(target=self._run_transfer, args=(donor,), name="atoll-transfer", daemon=True).start()
+
+    def _run_transfer(self, donor: m.Donor) -> None:
+        """In its own thread."""
+        result: State | AtollError
+        crash_point("island.fetching")
+        try:
+            result = self._fetch_state(donor)
+        except AtollError as error:
+            result = error
+        except Exception as error:  # whatever it is, the training thread must hear that nothing comes
+            result = AtollError(f"{type(error).__name__}: {error}")
+        crash_point("island.fetched")
+        self.post(Fetched(donor, result))
+
+    def _fetched(self, fetched: Fetched) -> None:
+        if fetched.donor is not self._transfer:
+            return
+        self._transfer = None
+        try:
+            if isinstance(fetched.result, AtollError):
+                raise fetched.result
+            if self._commit is not None:
+                self._adopt_committed()
+            self._take_over(*fetched.result)
+        except (TransportError, CheckpointError, DataError) as error:
+            who = fetched.donor.member[:8]
+            self._watcher.line(f"the state of island {who} cannot be used: {str(error).splitlines()[0]}")
+        else:
+            self._current = True
+        crash_point("island.before_have")
         self._say_what_it_has()
 
-    def _say_what_it_has(self) -> None:
-        held = (self.round, self.sync.digest()) if self.has_state else (-1, "")
-        self._link.send(m.Have(*held))
-
-    def _counts(self, go: m.Go) -> bool:
-        return any(who.member == self._member and who.weight > 0 for who in go.participants)
+    def _tokens_per_s(self) -> float:
+        """How fast this island trains: over the last rounds, for a single one says little."""
+        return self._measured_steps * self._tokens_a_step() / self._measured_s if self._measured_s else 0.0
 
     def _tokens_a_step(self) -> int:
         config = self.config
@@ -502,29 +747,40 @@ class Island:
 
 
 class _Attempt:
-    """One attempt under way. meeting: where its participants meet, once that is known."""
+    """One attempt under way. meeting: where its participants meet, once that is known. offers: it does not listen."""
 
-    def __init__(self, island: Island, go: m.Go, place: int) -> None:
-        self.number = go.attempt
+    def __init__(self, island: Island, go: m.Go, place: int, *, offers: bool) -> None:
+        self.go = go
+        self.place = place
+        self.offers = offers
         self.meeting: queue.Queue[tuple[str, int]] = queue.Queue()
+        self.averaged: Averaged | None = None
         self._island = island
-        self._go = go
-        self._place = place
+
+    @property
+    def arrived(self) -> Arrived | None:
+        """What it reached, if it came so far."""
+        result = self.averaged.result if self.averaged is not None else None
+        return None if isinstance(result, AtollError) else result
+
+    def reached(self, commit: m.Commit) -> bool:
+        """Whether it is the attempt that is committed, and came to the same anchor here."""
+        return self.arrived is not None and (self.go.attempt, self.arrived.digest) == (commit.attempt, commit.digest)
 
     def start(self) -> None:
         # A daemon: nothing can interrupt a wait inside gloo, and a process that leaves does not wait for it.
-        threading.Thread(target=self._run, name=f"atoll-attempt-{self.number}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"atoll-attempt-{self.go.attempt}", daemon=True).start()
 
     def _run(self) -> None:
         began = time.perf_counter()
         result: Arrived | AtollError
         try:
-            result = self._island.average(self._go, self._place, self.meeting)
+            result = self._island.average(self)
         except AtollError as error:
             result = error
         except Exception as error:  # whatever it is, the others must hear that this attempt came to nothing
             result = AtollError(f"{type(error).__name__}: {error}")
-        self._island.post(Averaged(self.number, result, time.perf_counter() - began))
+        self._island.post(Averaged(self.go.attempt, result, time.perf_counter() - began))
 
 
 def _reached(go: m.Go, averaged: Averaged, arrived: Arrived) -> m.Reached:

@@ -1,4 +1,4 @@
-"""Starting a process a replica on this machine, and looking after them.
+"""Starting the workers of all replicas on this machine, a process each, and looking after them.
 
 Workers come from a fork server that has torch loaded, so that each starts in a tenth of a second. Each has a pipe of
 its own to say what went wrong. They stand in process groups of their own: a Ctrl-C on the terminal reaches the launcher
@@ -30,6 +30,7 @@ from atoll.train.stopping import watch_signals
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 GRACE_S = 5.0  # between asking the other workers to end and ending them
+LOOK_S = 1.0  # a signal that comes just before a wait begins does not end it: it is heard at the next look
 
 
 @dataclass(frozen=True)
@@ -55,31 +56,51 @@ def under_torchrun() -> bool:
 
 
 def work_in_engine(config: TrainConfig, store: Any, rank: int, *, num_processes: int) -> None:
-    """One replica, as a target of `run_workers`: the launcher itself need not load the engine."""
+    """One worker, as a target of `run_workers`: the launcher itself need not load the engine."""
     from atoll.train.engine import run_worker
 
     run_worker(config, store, rank, num_processes=num_processes)
 
 
 def run_workers(config: TrainConfig, target: Callable[..., None]) -> None:
-    """Run `target(config, store, rank, num_processes=...)` in a process a replica until all are done.
+    """Run `target(config, store, rank, num_processes=...)` in a process a worker until all are done.
 
-    Raises what the first worker to fail said; the others are ended.
+    Raises ConfigError before any is started where a replica cannot be laid out over its workers; afterwards what the
+    first worker to fail said, and the others are ended.
     """
-    store, port = _open_store(config)
     start_fork_server()
+    check_layout(config)
+    store, port = _open_store(config)
     workers: list[tuple[ForkServerProcess, Connection]] = []
     with _passing_signals_on(workers) as signals:
         with waiting("the workers to load torch"):
-            for rank in range(config.replicas):
+            for rank in range(config.num_processes):
                 workers.append(_start_worker(config, target, rank, port))
                 signals.deliver()
-        failure = _watch(workers)
+        failure = _watch(config, workers)
     del store
     if len(signals.received) > 1:
         failure = _Failure(130, "interrupted twice; left at once, without saving", False)
     if failure is not None:
         raise WorkersFailed(failure)
+
+
+def check_layout(config: TrainConfig) -> None:
+    """Raises ConfigError where a replica cannot be laid out over its workers."""
+    if config.num_workers > 1:
+        from atoll.train.layout import make_layout  # transformers takes a second to load, and one worker needs no plan
+
+        make_layout(config)
+
+
+def name_of(config: TrainConfig, rank: int) -> str:
+    """What process `rank` is called.
+
+    >>> name_of(build_config({"replicas": 2, "pipeline_stages": 2, "batch_size": 2}), 3)
+    'replica 1, worker 1'
+    """
+    replica, worker = divmod(rank, config.num_workers)
+    return f"replica {replica}" + (f", worker {worker}" if config.num_workers > 1 else "")
 
 
 def _start_worker(
@@ -88,7 +109,7 @@ def _start_worker(
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     arguments = (target, config.model_dump(), rank, port, theirs)
-    process = context.Process(target=_work, args=arguments, name=f"replica-{rank}")
+    process = context.Process(target=_work, args=arguments, name=f"worker-{rank}")
     process.start()
     theirs.close()
     return process, ours
@@ -114,19 +135,19 @@ def _work(target: Callable[..., None], settings: dict[str, Any], rank: int, port
     _end_with_launcher()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     failure = None
+    config = build_config(settings)
     try:
         import torch.distributed as dist
 
         with watch_signals():
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            config = build_config(settings)
-            target(config, store, rank, num_processes=config.replicas)
+            target(config, store, rank, num_processes=config.num_processes)
     except AtollError as error:
         failure = _Failure(error.exit_code, str(error), isinstance(error, TransportError))
     except KeyboardInterrupt:
         failure = _Failure(130, "interrupted twice; left at once, without saving", False)
     except BaseException:
-        failure = _Failure(1, f"replica {rank} failed:\n{traceback.format_exc()}", False)
+        failure = _Failure(1, f"{name_of(config, rank)} failed:\n{traceback.format_exc()}", False)
     if failure is not None:
         pipe.send((failure.exit_code, failure.message, failure.transport))
         pipe.close()
@@ -179,18 +200,18 @@ def _passing_signals_on(workers: Sequence[tuple[ForkServerProcess, Connection]])
             signal.signal(signum, handler)
 
 
-def _watch(workers: list[tuple[ForkServerProcess, Connection]]) -> _Failure | None:
+def _watch(config: TrainConfig, workers: list[tuple[ForkServerProcess, Connection]]) -> _Failure | None:
     """Wait for all workers; when one fails, end the others. The failure that tells most is returned."""
     failures: list[_Failure] = []
     running = dict(enumerate(workers))
     deadline: float | None = None
     while running:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        timeout = LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait([process.sentinel for process, _ in running.values()], timeout)
         for rank, (process, pipe) in list(running.items()):
             if process.sentinel in ready:
                 del running[rank]
-                failures += _last_words(rank, process, pipe)
+                failures += _last_words(name_of(config, rank), process, pipe)
         if failures and running and deadline is None:
             deadline = time.monotonic() + GRACE_S
             if not _stopped_together(failures):
@@ -201,7 +222,7 @@ def _watch(workers: list[tuple[ForkServerProcess, Connection]]) -> _Failure | No
     return min(failures, key=_rank_of_interest, default=None)
 
 
-def _last_words(rank: int, process: ForkServerProcess, pipe: Connection) -> list[_Failure]:
+def _last_words(name: str, process: ForkServerProcess, pipe: Connection) -> list[_Failure]:
     process.join()
     if pipe.poll():
         try:
@@ -210,7 +231,7 @@ def _last_words(rank: int, process: ForkServerProcess, pipe: Connection) -> list
             pass
     if process.exitcode == 0:
         return []
-    return [_Failure(1, f"replica {rank} was ended by {_cause(process.exitcode)}.\nGo on with --resume auto.", False)]
+    return [_Failure(1, f"{name} was ended by {_cause(process.exitcode)}.\nGo on with --resume auto.", False)]
 
 
 def _cause(exitcode: int | None) -> str:

@@ -1,12 +1,16 @@
-"""One replica: a full copy of the model, its inner optimizer, its data and its random numbers."""
+"""One replica: a full copy of the model, its inner optimizer, its data and its random numbers.
+
+What is trained is a `Trainee`: the whole model in this process (`WholeModel`), or, where a replica has many workers,
+this worker's part of it (`atoll.train.workers`).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +23,7 @@ from atoll.train.sync import ReplicaSync
 
 if TYPE_CHECKING:
     from atoll.data import TokenStream
+    from atoll.train.workers import ShardSync
 
 
 @dataclass(frozen=True)
@@ -39,48 +44,118 @@ class StepReport:
     skipped: bool
 
 
+class Trainee(Protocol):
+    """What a replica trains in this process.
+
+    params: trainable parameters held here by their names in the whole model, tied ones once.
+    """
+
+    params: dict[str, nn.Parameter]
+
+    def compute_gradients(self, batches: Iterable[Tensor], *, parts: int) -> Tensor:
+        """Gradients of the mean loss over `parts` batches of token ids [batch, sequence]; returns that loss (0-dim)."""
+        ...
+
+    def clip_gradients_(self, max_norm: float) -> float:
+        """Clip by the norm over the whole replica; returns it."""
+        ...
+
+    def evaluate(self, sequences: Tensor, *, batch_size: int) -> tuple[float, int]:
+        """Summed loss in nats, and predicted tokens, of `sequences` [number, sequence], over the whole replica."""
+        ...
+
+    def load_(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over `weights`: by name, of what this process syncs."""
+        ...
+
+
+class WholeModel:
+    """All of the model, in this process."""
+
+    def __init__(self, model: nn.Module, *, device: torch.device, bfloat16: bool) -> None:
+        self.model = model.to(device)
+        self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self._device = device
+        self._bfloat16 = bfloat16
+
+    def compute_gradients(self, batches: Iterable[Tensor], *, parts: int) -> Tensor:
+        total = torch.zeros((), device=self._device)
+        for batch in batches:
+            loss = self.batch_loss(batch) / parts
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def clip_gradients_(self, max_norm: float) -> float:
+        return float(nn.utils.clip_grad_norm_(self.params.values(), max_norm))
+
+    def batch_loss(self, batch: Tensor) -> Tensor:
+        """Mean next-token loss in nats of a batch of token ids [batch, sequence]."""
+        batch = batch.to(self._device)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16):
+            return self.model(input_ids=batch, labels=batch).loss
+
+    def evaluate(self, sequences: Tensor, *, batch_size: int) -> tuple[float, int]:
+        self.model.eval()
+        total, count = 0.0, 0
+        for batch in sequences.split(batch_size):
+            predicted = batch.shape[0] * (batch.shape[1] - 1)
+            total += float(self.batch_loss(batch)) * predicted
+            count += predicted
+        self.model.train()
+        return total, count
+
+    def load_(self, weights: Mapping[str, Tensor]) -> None:
+        for name, param in self.params.items():
+            param.copy_(weights[name])
+
+
 class Replica:
-    """Trains alone: `compute_gradients`, then `update`."""
+    """Trains alone: `compute_gradients`, then `update`.
+
+    model: all of it, or what this worker has of it. worker: its number among those of the replica.
+    """
 
     def __init__(
         self,
         index: int,
         *,
-        model: nn.Module,
+        model: nn.Module | Trainee,
         stream: TokenStream,
         config: TrainConfig,
         device: torch.device,
+        worker: int = 0,
     ) -> None:
         self.index = index
-        self.model = model.to(device)
         self.stream = stream
         self.config = config
         self.device = device
         self.tokens = 0
         self.tokens_at_sync = 0
+        if isinstance(model, nn.Module):
+            model = WholeModel(model, device=device, bfloat16=computes_in_bfloat16(config, device))
+        self.trainee: Trainee = model
         self.optimizer = build_inner_optimizer(self.trainable(), config)
-        self._random_state = _fresh_random_state(config.seed * 10_007 + index, device)
+        self._random_state = _fresh_random_state(config.seed * 10_007 + index + worker * 1_000_003, device)
         self._loss = torch.zeros((), device=device)
         self._seconds = 0.0
-        self._bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model, where this process has it."""
+        assert isinstance(self.trainee, WholeModel), "a worker of many holds a part of the model only"
+        return self.trainee.model
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name, tied ones once."""
-        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        """Trainable parameters of this process by name, tied ones once."""
+        return self.trainee.params
 
     def compute_gradients(self, step: int) -> None:
         """Forward and backward over the batches of inner step `step`; gradients are their mean."""
         began = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        self._loss = torch.zeros((), device=self.device)
-        parts = self.config.gradient_accumulation_steps
         with self._own_random_numbers():
-            for _ in range(parts):
-                batch = self.stream.next_batch(self.config.batch_size).to(self.device)
-                loss = self.batch_loss(batch) / parts
-                loss.backward()
-                self._loss += loss.detach()
-                self.tokens += batch.numel()
+            self._loss = self.trainee.compute_gradients(self._batches(), parts=self.config.gradient_accumulation_steps)
         self._seconds = time.perf_counter() - began
 
     def update(self, step: int) -> StepReport:
@@ -89,8 +164,7 @@ class Replica:
         lr = self.lr(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        limit = self.config.max_grad_norm or float("inf")
-        norm = float(nn.utils.clip_grad_norm_(self.trainable().values(), limit))
+        norm = self.trainee.clip_gradients_(self.config.max_grad_norm or float("inf"))
         finite = norm < float("inf")
         if finite:
             self.optimizer.step()
@@ -110,28 +184,16 @@ class Replica:
             restart_step=self.config.pretrain_steps,
         )
 
-    def batch_loss(self, batch: Tensor) -> Tensor:
-        """Mean next-token loss in nats of a batch of token ids [batch, sequence]."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return self.model(input_ids=batch, labels=batch).loss
-
     @torch.no_grad()
     def evaluate(self, sequences: Tensor, weights: Mapping[str, Tensor]) -> tuple[float, int]:
         """Summed loss in nats, and predicted tokens, of held-out `sequences` under `weights` (the anchor)."""
         if not len(sequences):
             return 0.0, 0
-        params = self.trainable()
-        own = {name: param.detach().clone() for name, param in params.items()}
-        self._load(params, weights)
-        self.model.eval()
-        total, count = 0.0, 0
-        for batch in sequences.split(max(self.config.batch_size, 16)):
-            predicted = batch.shape[0] * (batch.shape[1] - 1)
-            total += float(self.batch_loss(batch.to(self.device))) * predicted
-            count += predicted
-        self.model.train()
-        self._load(params, own)
-        return total, count
+        own = {name: param.detach().clone() for name, param in self.trainable().items()}
+        self.trainee.load_(weights)
+        answer = self.trainee.evaluate(sequences, batch_size=max(self.config.batch_size, 16))
+        self._load(own)
+        return answer
 
     def inner_moments(self) -> list[Tensor]:
         """The floating-point state of the inner optimizer, step counts excepted."""
@@ -154,7 +216,7 @@ class Replica:
         return {
             "params": {name: param.detach() for name, param in self.trainable().items()},
             "optimizer": self.optimizer.state_dict(),
-            "random_state": self._random_state,
+            "random_state": self.random_state,
             "stream": self.stream.state_dict(),
             "tokens": self.tokens,
             "tokens_at_sync": self.tokens_at_sync,
@@ -162,17 +224,32 @@ class Replica:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state` was taken."""
-        with torch.no_grad():
-            self._load(self.trainable(), state["params"])
+        self._load(state["params"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self._random_state |= state["random_state"]  # saved on a machine with a GPU, perhaps, and loaded on one without
+        self.random_state = state["random_state"]
         self.stream.load_state_dict(state["stream"])
         self.tokens = state["tokens"]
         self.tokens_at_sync = state["tokens_at_sync"]
 
-    def _load(self, params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        for name, param in params.items():
+    @property
+    def random_state(self) -> dict[str, Tensor]:
+        """Of the generators that dropout draws from."""
+        return self._random_state
+
+    @random_state.setter
+    def random_state(self, state: Mapping[str, Tensor]) -> None:
+        self._random_state |= state  # saved on a machine with a GPU, perhaps, and loaded on one without
+
+    @torch.no_grad()
+    def _load(self, values: Mapping[str, Tensor]) -> None:
+        for name, param in self.trainable().items():
             param.copy_(values[name])
+
+    def _batches(self) -> Iterator[Tensor]:
+        for _ in range(self.config.gradient_accumulation_steps):
+            batch = self.stream.next_batch(self.config.batch_size)
+            self.tokens += batch.numel()
+            yield batch
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -194,11 +271,15 @@ class Member:
 
     replica: Replica
     transport: Transport
-    sync: ReplicaSync | GradientSync
+    sync: ReplicaSync | GradientSync | ShardSync
 
     @property
     def index(self) -> int:
         return self.replica.index
+
+
+def computes_in_bfloat16(config: TrainConfig, device: torch.device) -> bool:
+    return config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
 
 
 def _fresh_random_state(seed: int, device: torch.device) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ from atoll.exchange import mean_sent_bytes
 from atoll.train.config import TrainConfig
 from atoll.train.console import Console
 from atoll.train.data_parallel import GradientSync
-from atoll.train.memory import format_memory, memory_by_state
+from atoll.train.layout import Layout
+from atoll.train.memory import describe_workers, format_memory, memory_by_state
 from atoll.train.metrics import (
     EvalEvent,
     FaultEvent,
@@ -39,6 +40,7 @@ from atoll.train.metrics import Event as MetricsEvent
 from atoll.train.replica import Member, Replica, StepReport
 from atoll.train.stopping import Interrupted, Signals, Stopper
 from atoll.train.sync import ReplicaSync, RoundReport
+from atoll.train.workers import ShardSync, Workers
 
 
 @dataclass
@@ -62,7 +64,10 @@ class Output:
 
 
 class Run:
-    """What the loop drives. first_step: the step before the first to train (0, or the step resumed from)."""
+    """What the loop drives. first_step: the step before the first to train (0, or the step resumed from).
+
+    workers: those of the replica of this process, of which it is one; layout: what each has, where there are several.
+    """
 
     def __init__(
         self,
@@ -74,12 +79,16 @@ class Run:
         output: Output,
         stopper: Stopper,
         signals: Signals,
+        workers: Workers,
+        layout: Layout | None = None,
     ) -> None:
         self.config = config
         self.members = list(members)
         self.schedule = schedule
         self.data = data
         self.output = output
+        self.workers = workers
+        self.layout = layout
         self.step = 0
         self.last_eval_step = 0
         self.saved_step = -1
@@ -94,12 +103,13 @@ class Run:
         self._inner_s = 0.0
         self._steps_at_round = 0
         self._told_memory = False
-        self._syncs = [member.sync for member in self.members if isinstance(member.sync, ReplicaSync)]
+        self._syncs = [member.sync for member in self.members if isinstance(member.sync, ReplicaSync | ShardSync)]
         self._gradient_syncs = [member.sync for member in self.members if isinstance(member.sync, GradientSync)]
 
     @property
     def leads(self) -> bool:
-        return self.members[0].index == 0
+        """Whether this process writes what is written once."""
+        return self.members[0].index == 0 and self.workers.index == 0
 
     @property
     def data_parallel(self) -> bool:
@@ -263,8 +273,10 @@ class Run:
         return ballots[0]
 
     def barrier(self) -> None:
-        """Wait for every replica."""
+        """Wait for every worker of every replica: first for those of this one, then for counterparts, then again."""
+        self.workers.gather(b".")
         self.exchange([b"."] * len(self.members))
+        self.workers.gather(b".")
 
     def close(self) -> None:
         """Close what is written to."""
@@ -296,7 +308,7 @@ class Run:
             f"stopped after step {step}/{self.config.max_steps}; saved {name}. Go on with --resume auto.",
         )
 
-    def _launch_one(self, replica: Replica, sync: ReplicaSync, fragment: int, step: int) -> None:
+    def _launch_one(self, replica: Replica, sync: ReplicaSync | ShardSync, fragment: int, step: int) -> None:
         config = self.config
         if step == config.pretrain_steps:
             sync.launch(fragment, present=replica.index == 0, follow=True)
@@ -355,7 +367,10 @@ class Run:
 
     def _data_parallel_bytes(self) -> int:
         """Bytes a replica sends in one step of data parallelism in fp32."""
-        numel = sum(param.numel() for param in self.members[0].replica.trainable().values())
+        if self.layout is None:
+            numel = sum(param.numel() for param in self.members[0].replica.trainable().values())
+        else:
+            numel = self.layout.num_parameters
         return mean_sent_bytes(numel, 4, num_replicas=self.config.replicas, replica=0)
 
     def _fault(self, what: str, replica: int) -> None:
@@ -364,10 +379,14 @@ class Run:
 
     def _tell_memory(self) -> None:
         """Once, when the first step has allocated everything: bytes a parameter of each state, counted."""
-        if self.output.console is None or self._told_memory:
+        if self._told_memory:
             return
         self._told_memory = True
-        self.output.line(format_memory(memory_by_state(self.members[0])))
+        if self.layout is not None:
+            for line in describe_workers(self.layout, self.members[0], self.workers):
+                self.output.line(line)
+        elif self.output.console is not None:
+            self.output.line(format_memory(memory_by_state(self.members[0])))
 
     def _num_active(self, step: int) -> int:
         if step <= self.config.pretrain_steps:

@@ -14,6 +14,7 @@ a replica that keeps progress which no launch has taken yet has a base of its ow
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class OuterSettings:
     keep_contribution: rounds land later than they are launched, what was sent is kept till then (4 bytes a parameter).
     dropped_count: the mean divides by dropped replicas too. own_base: a dropped replica's next pseudo-gradient is
     measured from where it started, not from the new anchor (rules that owe unsent progress always do so).
+    on_host: anchors, outer state and rounds in flight lie in host memory, pinned where the parameters are on a GPU.
     """
 
     optimizer: OuterOptimizer = field(default_factory=Nesterov)
@@ -57,6 +59,7 @@ class OuterSettings:
     prune_fraction: float = 0.0
     dropped_count: bool = False
     own_base: bool = False
+    on_host: bool = False
     bucket_elements: int = BUCKET_ELEMENTS
 
     @property
@@ -134,6 +137,7 @@ class _InFlight:
     adopts: bool
     held: bool = True
     listens: bool = False  # brings nothing: its progress is carried onto the new anchor and stays owed
+    took_off: threading.Event = field(default_factory=threading.Event)
 
 
 class _Fragment:
@@ -147,8 +151,11 @@ class _Fragment:
             self.buckets = buckets(self.layout, settings.bucket_elements)
         else:
             self.buckets = tensor_buckets(self.layout)
-        device = self.params[0].device
-        self.anchor = torch.empty(self.layout.numel, dtype=torch.float32, device=device)
+        on_gpu = self.params[0].is_cuda
+        device = torch.device("cpu") if settings.on_host else self.params[0].device
+        self.anchor = torch.empty(
+            self.layout.numel, dtype=torch.float32, device=device, pin_memory=settings.on_host and on_gpu
+        )
         for param, view in zip(self.params, self.views(self.anchor), strict=True):
             view.copy_(param)
         self.outer_state = settings.optimizer.init(self.anchor)
@@ -219,7 +226,7 @@ class _Fragment:
         start = self.anchor if self.base is None else self.base
         start = start[bucket.start : bucket.stop]
         for piece in bucket.pieces:
-            param = self.piece(piece)
+            param = self.piece(piece).to(delta.device)
             before = self.in_bucket(bucket, start, piece)
             if self.base is None and param.dtype != torch.float32:
                 before = before.to(param.dtype).to(torch.float32)
@@ -262,6 +269,7 @@ class ReplicaSync:
     fragments: names by fragment; every parameter in exactly one. Default: one fragment.
     companions: floating-point tensors averaged, uniformly over the contributors, whenever the last fragment lands
     (buffers, inner Adam state). They have no anchor, so they need rounds that land at the step of their launch.
+    agree: whether all workers of this replica say yes, where it has several: a replica counts whole or not at all.
     """
 
     def __init__(
@@ -272,6 +280,7 @@ class ReplicaSync:
         *,
         fragments: Sequence[Sequence[str]] | None = None,
         companions: Callable[[], list[Tensor]] = list,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         if not params:
             raise ConfigError("there is no trainable parameter to sync. Set requires_grad on some before syncing.")
@@ -281,6 +290,7 @@ class ReplicaSync:
         self.transport = transport
         self.settings = settings
         self._fragments = [_Fragment({name: params[name] for name in names}, settings) for names in named]
+        self._agree = agree
         self._companions = companions
         self._companion_flight: Flight | None = None
 
@@ -346,7 +356,7 @@ class ReplicaSync:
             round=fragment.count + len(fragment.flights) + 1,
             digest=fragment.digest,
             weight=weight,
-            finite=all_finite(fragment.params),
+            finite=self._agree(all_finite(fragment.params)),
             present=present,
         )
         contribution = self._take_contribution(fragment, prune=not follow) if self._must_materialise() else None
@@ -457,15 +467,24 @@ class ReplicaSync:
         """What was offered is not sent: it is owed to the next round."""
         self._take_back(self._fragments[index])
 
-    def progress(self, *, without_offers: bool = False) -> list[Tensor]:
+    def progress(self, *, without_oldest: bool = False) -> list[Tensor]:
         """Flat pseudo-gradient of every fragment: what no committed round holds of this replica's work.
 
-        without_offers: what was taken is in a committed round after all.
+        without_oldest: the oldest offer is in a committed round after all.
         """
-        progress = [fragment.anchor - fragment.flat_params() for fragment in self._fragments]
-        for whole, fragment in zip(progress, self._fragments, strict=True):
-            for flown in fragment.flights if without_offers else ():
-                whole -= whole.clone() if flown.contribution is None else flown.contribution
+        return [self._progress(fragment, without_oldest) for fragment in self._fragments]
+
+    def _progress(self, fragment: _Fragment, without_oldest: bool) -> Tensor:
+        start = fragment.anchor if fragment.base is None else fragment.base
+        progress = start - fragment.flat_params()
+        for number, flown in enumerate(fragment.flights):
+            spent = without_oldest and number == 0
+            if flown.contribution is None:  # the parameters hold it, and nothing else
+                progress = torch.zeros_like(progress) if spent else progress
+            elif self.settings.owes_unsent:  # the base moved up to what was taken
+                progress += 0 if spent else flown.contribution
+            elif spent:
+                progress -= flown.contribution
         return progress
 
     def rebase(self, progress: Sequence[Tensor] | None) -> None:
@@ -552,6 +571,7 @@ class ReplicaSync:
         exchanges = self._exchanges(fragment, flown, contribution, compressor)
         background = self.settings.keep_contribution
         flown.flight = self.transport.launch(ballot.pack(), merge.weigh, exchanges, background=background)
+        flown.took_off.set()
         fragment.flights.append(flown)
 
     def _exchanges(
@@ -570,6 +590,7 @@ class ReplicaSync:
         """Average one bucket; the compressor's state moves on at once, for a round in flight behind this one."""
         before = fragment.codes_ahead[number]
         mean, code = yield from compressor.average(delta, before)
+        flown.took_off.wait()  # in the background the mean may be there before `launch` has returned
         assert flown.flight is not None
         counted = merge.weigh(flown.flight.ballots())[self.transport.replica] > 0
         settled = settle(before, code, counted=counted)

@@ -198,7 +198,7 @@ def test_evaluation_weighs_every_token_alike(tmp_path: Path) -> None:
     held_out = tokens(37, seed=9)  # batches of 16, 16 and 5
     total, count = replica.evaluate(held_out, parameters(replica))
     with torch.no_grad():
-        one_by_one = sum(float(replica.batch_loss(row[None])) * 15 for row in held_out)
+        one_by_one = sum(float(replica.trainee.batch_loss(row[None])) * 15 for row in held_out)
     assert count == 37 * 15
     assert total == pytest.approx(one_by_one, rel=1e-5)
 
