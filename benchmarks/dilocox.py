@@ -14,7 +14,7 @@ the inner step is timed on an open link, then the rate of the link follows from 
     full              low-rank factors in int4 while the next round trains
 
 Tokens a second are of both islands, by this machine's clock, between landings once the first rounds are over; predicted
-are the closed forms. Nothing else may run beside it: two islands fill two cores.
+are the closed forms. Nothing else should run beside it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from hosts import Hosts, missing
@@ -41,7 +42,7 @@ PAYLOAD_SHARE = 0.956  # of a link's rate: the rest is headers (docs/benchmarks.
 SEQUENCE, BATCH = 64, 1
 MODEL = {"hidden_size": 192, "num_layers": 2, "num_heads": 4, "intermediate_size": 512}
 RANK = 32
-STEP_TIMING_ROUNDS = 3
+STEP_S, UPDATE_S = 0.045, 0.006  # of a step; the last of it after the gradients
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,27 @@ ROWS = (
 )
 
 
-def train(hosts: Hosts, folder: Path, row: Row, *, inner_steps: int) -> tuple[float, float]:
-    """Tokens a second of both islands, and seconds a step, of one run on the hosts as they are now."""
+def work(flags: list[str]) -> None:
+    """In a host: `atoll train`, its steps as long as STEP_S."""
+    from atoll.cli.main import main as atoll
+    from atoll.train.replica import Replica
+
+    def paced(method: Callable[[Replica, int], Any], seconds: float) -> Callable[[Replica, int], Any]:
+        def call(replica: Replica, step: int) -> Any:
+            until = time.perf_counter() + seconds
+            answer = method(replica, step)
+            time.sleep(max(0.0, until - time.perf_counter()))
+            return answer
+
+        return call
+
+    Replica.compute_gradients = paced(Replica.compute_gradients, STEP_S - UPDATE_S)  # type: ignore[method-assign]
+    Replica.update = paced(Replica.update, UPDATE_S)  # type: ignore[method-assign]
+    sys.exit(atoll(["train", *flags]))
+
+
+def train(hosts: Hosts, folder: Path, row: Row, *, inner_steps: int) -> float:
+    """Tokens a second of both islands, of one run on the hosts as they are now."""
     per_round = 1 if row.name == "allreduce" else inner_steps
     folder.parent.mkdir(parents=True, exist_ok=True)
     flags = [
@@ -79,7 +99,7 @@ def train(hosts: Hosts, folder: Path, row: Row, *, inner_steps: int) -> tuple[fl
     processes = [
         hosts.run(
             name,
-            [sys.executable, "-m", "atoll", "train", *flags],
+            [sys.executable, __file__, "--work", *flags],
             env=_environment(hosts, name, rank),
             stdout=(folder.parent / f"{row.name}-{name}.out").open("w"),
             stderr=None,
@@ -92,8 +112,7 @@ def train(hosts: Hosts, folder: Path, row: Row, *, inner_steps: int) -> tuple[fl
         process.wait()
     rounds = marks[row.skip - 1 :]
     seconds = (rounds[-1][0] - rounds[0][0]) / (len(rounds) - 1)
-    step_s = statistics.median(event["inner_s"] for _, event in rounds[1:]) / per_round
-    return len(ISLANDS) * per_round * SEQUENCE * BATCH / seconds, step_s
+    return len(ISLANDS) * per_round * SEQUENCE * BATCH / seconds
 
 
 def _environment(hosts: Hosts, name: str, rank: int) -> dict[str, str]:
@@ -155,6 +174,8 @@ def _shapes() -> list[tuple[int, ...]]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        work(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kappa", type=float, nargs="+", default=[31, 390])
     parser.add_argument("--inner-steps", type=int, default=125)
@@ -168,27 +189,22 @@ def main() -> None:
     lines = []
     with tempfile.TemporaryDirectory() as made, Hosts(ISLANDS, rate_mbit=10_000) as hosts:
         folder = Path(made)
-        timing = Row("timing", ("--schedule", "blocking"), rounds=STEP_TIMING_ROUNDS)
-        _, step_s = train(hosts, folder / "timing", timing, inner_steps=options.inner_steps)
-        print(f"an inner step takes {1e3 * step_s:.1f} ms", flush=True)
         for kappa in options.kappa:
-            lines.append(_table(hosts, folder / f"kappa-{kappa:g}", kappa, step_s, numel, saving, options.inner_steps))
+            lines.append(_table(hosts, folder / f"kappa-{kappa:g}", kappa, numel, saving, options.inner_steps))
     for line in lines:
         print(json.dumps(line))
 
 
-def _table(
-    hosts: Hosts, folder: Path, kappa: float, step_s: float, numel: int, saving: float, inner_steps: int
-) -> dict:
-    payload_mbit = ring_factor(len(ISLANDS)) * numel * 32 / (kappa * step_s) / 1e6
+def _table(hosts: Hosts, folder: Path, kappa: float, numel: int, saving: float, inner_steps: int) -> dict:
+    payload_mbit = ring_factor(len(ISLANDS)) * numel * 32 / (kappa * STEP_S) / 1e6
     for name in ISLANDS:
         hosts.set_rate(name, payload_mbit / PAYLOAD_SHARE)
     print(f"\nκ = {kappa:g}: {payload_mbit:.2f} Mbit/s of payload, H = {inner_steps}", flush=True)
     print(f"{'':16}{'measured tok/s':>16}{'predicted':>12}{'ratio':>8}{'speed-up':>10}", flush=True)
-    foretold = predicted(step_s, kappa, inner_steps=inner_steps, compression=saving)
+    foretold = predicted(STEP_S, kappa, inner_steps=inner_steps, compression=saving)
     rows: dict[str, dict[str, float]] = {}
     for row in ROWS:
-        measured, _ = train(hosts, folder / row.name, row, inner_steps=inner_steps)
+        measured = train(hosts, folder / row.name, row, inner_steps=inner_steps)
         rows[row.name] = {"measured_tok_s": round(measured, 3), "predicted_tok_s": round(foretold[row.name], 3)}
         ratio, speed_up = measured / foretold[row.name], measured / rows["allreduce"]["measured_tok_s"]
         print(f"{row.name:16}{measured:16,.1f}{foretold[row.name]:12,.1f}{ratio:8.3f}{speed_up:9.1f}x", flush=True)

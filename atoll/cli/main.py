@@ -18,6 +18,7 @@ import click
 
 import atoll
 from atoll.cli.elastic import COMMANDS
+from atoll.cli.simulate import simulate
 from atoll.errors import AtollError
 
 INTERRUPTED, PREEMPTED, CLOSED_PIPE = 130, 75, 141
@@ -42,6 +43,7 @@ def cli() -> None:
     atoll generate runs/x -p "def main():"      text from the newest checkpoint of a run
     atoll export runs/x model                   a plain Hugging Face folder
     atoll plan quickstart --step-time 20ms      what a run takes on your link
+    atoll simulate quickstart --step-time 20ms  watch it, with faults and stragglers
     atoll coordinator quickstart                serve a run that other machines join
     atoll join TOKEN                            train in such a run
     atoll status runs/x                         how it is doing
@@ -174,7 +176,7 @@ def doctor(output_dir: str) -> int:
     return examine(Path(output_dir))
 
 
-for command in COMMANDS:
+for command in (simulate, *COMMANDS):
     cli.add_command(command)
 
 

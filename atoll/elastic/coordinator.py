@@ -54,7 +54,8 @@ ADDRESS_FILE, FOLDER, IDENTITY, MEMBERS, OPERATOR_TOKEN = (
 )
 
 HELLO_S = 5.0  # for the first message of a connection
-LINGER_S = 10.0  # at the end, for the members to read that it is the end
+LINGER_S = 10.0  # at the end, for members that are away to come back and read that it is the end
+EVALUATE_S = 600.0  # at the end, for members that are here to evaluate the last anchor
 OPERATOR_LIFETIME_S = 10 * 365 * 86400.0
 MAX_LIFETIME_S = 366 * 86400.0
 MAX_NOTE = 80
@@ -150,10 +151,16 @@ class Coordinator:
     async def finished(self) -> int:
         """Wait for the end of the run; its exit code. Raises what stopped the service."""
         code = await asyncio.shield(self._driver.ended)
-        deadline = self._driver.now() + LINGER_S
-        while self._driver.is_waited_on and self._driver.now() < deadline:
-            await asyncio.sleep(0.02)
+        ended = self._driver.now()
+        try:
+            while self._driver.is_waited_on and self._driver.now() < ended + self._patience_s(code):
+                await asyncio.sleep(0.02)
+        finally:
+            self._driver.give_up_evaluations()
         return code
+
+    def _patience_s(self, code: int) -> float:
+        return EVALUATE_S if code == 0 and self._driver.connections else LINGER_S
 
     async def stop(self) -> None:
         """Stop serving and let go of everything. Stopping twice is allowed."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from atoll.elastic.addresses import join_host_port
 from atoll.elastic.certs import make_identity
 from atoll.elastic.client import pinned_session
+from atoll.elastic.crash import crash_point
 from atoll.elastic.messages import Donor, Serve
 from atoll.elastic.serving import SecureServer, url
 from atoll.elastic.wire import WireError, load_json, printable
@@ -125,6 +126,7 @@ class StateServer:
         if not self._take(request.headers.get("Authorization", "")):
             return web.Response(status=401, text="this ticket is not known, was used before, or has expired.")
         self._server.admit(request)
+        crash_point("donor.asked")
         async with self._running:
             try:
                 tensors, metadata = await _in_thread(self._snapshot)
@@ -146,8 +148,10 @@ async def _stream(
     for chunk in _chunks(head, ordered):
         digest.update(chunk)
         await response.write(chunk)
+        crash_point("donor.sending")
     await response.write(digest.digest())
     await response.write_eof()
+    crash_point("donor.sent")
     return response
 
 

@@ -18,9 +18,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from atoll.elastic.crash import crash_point
+from atoll.elastic.evaluations import Evaluation, Evaluations
 from atoll.elastic.log import COMMITTED, Entry, Log
 from atoll.elastic.membership import Effect, Membership, Record, Rules, Send
-from atoll.elastic.messages import Finish, FromCoordinator, FromMember, Hello, Ready, Refused
+from atoll.elastic.messages import Evaluated, Finish, FromCoordinator, FromMember, Hello, Ready, Refused
 from atoll.elastic.wire import encode, printable
 
 SILENCE_S = 5.0  # the longest a person is left without a word about what is waited for
@@ -44,7 +46,8 @@ class Service:
     settings: of the run, plain JSON, handed to joiners as they are. folder: of the run. host, port: see `choose_place`;
     port 0 is that of the last start, or any. step_of: the inner step at which a round ends. metrics: gets every event
     of the run, a line of metrics.jsonl each. say: gets lines for people, and with `say_rounds` one for each round too.
-    clock: seconds since 1970, for tokens.
+    evaluated: gets what came of an evaluation. told_round: the newest round that `metrics` was given, in an earlier
+    start too; None: not known. clock: seconds since 1970, for tokens.
     """
 
     settings: Mapping[str, Any]
@@ -57,6 +60,8 @@ class Service:
     say: Say
     say_rounds: bool = True
     allow_public: bool = False
+    evaluated: Callable[[Evaluation], None] = lambda evaluation: None
+    told_round: int | None = None
     clock: Callable[[], float] = time.time
 
 
@@ -90,6 +95,7 @@ class Connection:
         with suppress(ConnectionError):  # the reader notices it too
             while (text := await self.outgoing.get()) is not None:
                 await self.socket.send_str(text)
+                crash_point("coordinator.sent_" + text.split('"', 4)[3].lower())
         await self.socket.close(code=aiohttp.WSCloseCode.OK)
 
 
@@ -148,10 +154,12 @@ class Driver:
         self._log = log
         self._service = service
         self._ready: dict[str, tuple[int, float, float]] = {}  # member -> round, inner_s, when it was offered
+        self._evaluations = Evaluations()
         self._nobody_came = True  # since the start
         # Islands that were there before this start come back within seconds, each in its own time.
         self._expected_until = self.now() + RETURN_S if membership.status(0.0)["round"] else 0.0
         self._spoke_at = self.now()
+        self._tell_untold()
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
@@ -207,9 +215,13 @@ class Driver:
                 known.end()
             self.connections[connection.member] = connection
             self._nobody_came = False
+            crash_point("coordinator.hello")
             return self._membership.connect(connection.member, news.hello, self.now())
         if known is not connection:
             return []  # of a connection that a newer one of the same member has replaced
+        if isinstance(news, Said) and isinstance(news.message, Evaluated):
+            self._tell_evaluations(self._evaluations.add(news.message, committed=int(self.status()["round"])))
+            return []
         if isinstance(news, Said):
             self._note_ready(connection.member, news.message)
             return self._membership.receive(connection.member, news.message, self.now())
@@ -225,7 +237,9 @@ class Driver:
         if records:
             entries = [Entry(record.kind, record.payload) for record in records if record.kind != STATE]
             states = [record.payload for record in records if record.kind == STATE]
+            _crash("before_record", records)
             self._log.append(entries, snapshot=states[-1] if states else None)  # on disk when this returns
+            _crash("recorded", records)
         for effect in effects:
             if isinstance(effect, Record):
                 self._tell(effect)
@@ -233,6 +247,14 @@ class Driver:
                 self._send(effect.to, effect.message)
             elif effect.member in self.connections:
                 self.connections[effect.member].end()
+
+    def give_up_evaluations(self) -> None:
+        """Nobody is left to bring what is missing."""
+        self._tell_evaluations(self._evaluations.give_up())
+
+    def _tell_evaluations(self, evaluations: list[Evaluation]) -> None:
+        for evaluation in evaluations:
+            self._service.evaluated(evaluation)
 
     def _tell(self, record: Record) -> None:
         """What was recorded, for the run's metrics and for people."""
@@ -243,8 +265,16 @@ class Driver:
             line = describe(record, event)
             if line:
                 self._speak(line)
+        if record.kind == COMMITTED:
+            self._tell_evaluations(self._evaluations.give_up(record.payload["round"]))
         if record.kind == "finished":
             self._end(record.payload["exit_code"])
+
+    def _tell_untold(self) -> None:
+        """Rounds that the coordinator wrote down and died before it told of them."""
+        if self._service.told_round is not None:
+            for payload in self._log.rounds(after=self._service.told_round):
+                self._tell(Record(COMMITTED, payload))
 
     def _event(self, record: Record) -> dict[str, Any] | None:
         """The line of metrics.jsonl that a record stands for, if it stands for one."""
@@ -274,7 +304,7 @@ class Driver:
             "event": "round",
             "round": payload["round"],
             "step": self._service.step_of(payload["round"]),
-            "replicas": len(self.status()["liveness"]),
+            "replicas": max(len(self.status()["liveness"]), len(payload["contributors"])),
             "contributors": len(payload["contributors"]),
             "payload_bytes": round(payload["wire_bytes"] / len(payload["members"])),
             "sync_s": payload["sync_s"],
@@ -356,6 +386,12 @@ def describe(record: Record, event: Mapping[str, Any] | None) -> str:
         why = f": {payload['why']}" if payload["why"] else ""
         return f"the run is over after round {payload['round']}{why}"
     return ""
+
+
+def _crash(where: str, records: list[Record]) -> None:
+    """A crash point for each kind of record that is written."""
+    for kind in sorted({record.kind for record in records}):
+        crash_point(f"coordinator.{where}_{kind}")
 
 
 def _anyone(status: Mapping[str, Any], state: str) -> bool:

@@ -61,7 +61,9 @@ class LinkLost:
 
 @dataclass(frozen=True)
 class LinkBack:
-    """There is a connection, for the first time or again; `Hello` was sent, and `Welcome` or `Refused` will follow."""
+    """There is a connection, the `number`-th; `Hello` was sent, and `Welcome` or `Refused` will follow."""
+
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Link:
         self._outgoing: asyncio.Queue[str | None] | None = None  # None in it: close
         self._over = False  # refused, or finished: do not come back
         self._lost_by = ""
+        self._connections = 0  # so many there were
         self._places = [host_and_port(place) for place in token.addresses]
         self._loop = asyncio.new_event_loop()
         self._started, self._closing = asyncio.Event(), asyncio.Event()
@@ -110,9 +113,17 @@ class Link:
         """Connect, and stay connected from now on."""
         self._soon(self._started.set)
 
-    def send(self, message: FromMember) -> None:
-        """Say this to the coordinator; dropped while the link is down. From any thread; returns at once."""
-        self._soon(self._put, encode(message))
+    def send(self, message: FromMember, *, connection: int | None = None) -> None:
+        """Say this to the coordinator; dropped while the link is down. From any thread; returns at once.
+
+        connection: on this one or never. What follows from an earlier connection may be wrong on a new one:
+
+            training thread               link thread             coordinator
+                                          LinkLost, LinkBack, Hello ──▶ gives samples that Hello did not name to others
+            send(Ready with them) ──────▶ ✗ of the earlier connection
+            reads Welcome, drops them
+        """
+        self._soon(self._put, encode(message), connection)
 
     def serve_state(self, snapshot: Callable[[], State], *, host: str, port: int = 0) -> int:
         """Become a possible donor: serve what `snapshot` returns to those the coordinator sends. Returns the port.
@@ -131,7 +142,7 @@ class Link:
         self._soon(self._begin_to_close)
         self._thread.join(timeout_s)
 
-    def _soon(self, call: Callable[..., None], *given: str) -> None:
+    def _soon(self, call: Callable[..., None], *given: object) -> None:
         """Have the link's thread do this; nothing where it has ended, and its loop is closed."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *given)
@@ -147,8 +158,8 @@ class Link:
         finally:
             self._loop.close()
 
-    def _put(self, text: str | None) -> None:
-        if self._outgoing is not None:
+    def _put(self, text: str | None, connection: int | None = None) -> None:
+        if self._outgoing is not None and connection in (None, self._connections):
             self._outgoing.put_nowait(text)
 
     def _begin_to_close(self) -> None:
@@ -222,7 +233,8 @@ class Link:
         outgoing: asyncio.Queue[str | None] = asyncio.Queue()
         outgoing.put_nowait(encode(self._introduction()))
         self._outgoing, self._lost_by = outgoing, ""
-        self.events.put(LinkBack())
+        self._connections += 1
+        self.events.put(LinkBack(self._connections))
         if self._closing.is_set():
             outgoing.put_nowait(None)
         works = (self._read(connection), self._write(connection, outgoing), self._beats(outgoing))

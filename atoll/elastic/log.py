@@ -152,9 +152,10 @@ class Log:
         row = self._read("SELECT round, digest FROM rounds ORDER BY round DESC LIMIT 1")
         return (row[0][0], row[0][1]) if row else None
 
-    def rounds(self) -> list[dict[str, Any]]:
-        """What was agreed in each committed round, oldest first."""
-        return [json.loads(row[0]) for row in self._read("SELECT payload FROM rounds ORDER BY round")]
+    def rounds(self, *, after: int = 0) -> list[dict[str, Any]]:
+        """What was agreed in each committed round, oldest first, but for those up to `after`."""
+        rows = self._read("SELECT payload FROM rounds WHERE round > ? ORDER BY round", (after,))
+        return [json.loads(row[0]) for row in rows]
 
     def entries(self, *, after: int = 0) -> list[Entry]:
         """Everything recorded, oldest first, but for the first `after`."""

@@ -832,7 +832,6 @@ class Membership:
         if not was_current:
             who = {"replica": member.seat, "member": member.id, "name": member.hello.name}
             self._record("synced", round=member.round, transfers=member.transfers + 1, **who)
-        member.transfers, member.waited_for = 0, False
         member.tried.clear()
 
     def _on_ready(self, member: _Member, ready: Ready) -> None:
@@ -1153,7 +1152,8 @@ class Membership:
     def _commit(self, attempt: _Attempt) -> None:
         digest = next(iter(attempt.reached.values())).digest
         seats = {member: self._members[member].seat for member in attempt.members}
-        refused = [m.seat for m in self._members.values() if m.refused_round == attempt.round and not m.ready]
+        out = [m for m in self._members.values() if m.id not in attempt.contributions]
+        refused = [m.seat for m in out if m.refused_round == attempt.round]
         others = [m for m in self._live() if not m.account.benched and m.id not in attempt.contributions]
         carrying = [m for m in others if self._is_current(m)]
         self._committed = Committed(
@@ -1173,6 +1173,9 @@ class Membership:
             self._tell_commit(attempt, self._members[member])
         for other in carrying:
             self._record_member("carried", other, why="it listened" if self._is_current(other) else "it was left out")
+            # Where averaging takes longer than training, one attempt follows the other: a joiner that fetched the state
+            # in between comes too late for each, and what it fetched is lost.
+            other.transfers += not self._is_current(other)
         self._start_round()
 
     def _book(self, attempt: _Attempt) -> None:
@@ -1232,6 +1235,7 @@ class Membership:
         )
 
     def _tell_commit(self, attempt: _Attempt, member: _Member) -> None:
+        member.transfers, member.waited_for = 0, False
         if member.live:
             member.round, member.digest = self._committed.round, self._committed.digest
             self._send(member, self._commit_message())

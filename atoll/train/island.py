@@ -358,7 +358,7 @@ class Island:
 
     def _drop_work(self) -> None:
         """Start again from the anchor: what was done since can be in no round."""
-        self._offer = self._taken = self._attempt = None
+        self._offer = self._taken = None  # an attempt that it listens to goes on
         self.sync.take_back(0)
         self.sync.restart()
         self.replica.start_afresh()
@@ -653,7 +653,8 @@ class Island:
         if offer is not None and offer.given is not None:
             offer.spent = offer.given.attempt == commit.attempt and commit.weights.get(self.seat, 0.0) > 0
             offer.given = None
-        if attempt is None or not attempt.reached(commit) or commit.round != self.round + 1:
+        dropped = attempt is not None and attempt.offers and offer is None
+        if attempt is None or dropped or not attempt.reached(commit) or commit.round != self.round + 1:
             self._attempt, self._current = None, False
             self._say(m.Failed(commit.round, commit.attempt, "has no result of it"))
             return
