@@ -74,7 +74,7 @@ def agreement(console: Console) -> None:
 def models(console: Console) -> None:
     """Whole rounds against messages."""
     table = _table(
-        "Whole rounds against messages: 16 islands, 1 M parameters, 100 Mbit/s, 20 ms a step, half an hour",
+        "Whole rounds against messages: 16 islands, 2.3 M parameters, 100 Mbit/s, 20 ms a step, half an hour",
         *("schedule", "what", "goodput: messages", "rounds", "tokens/s: messages", "rounds", "differs"),
     )
     cases = {
@@ -100,7 +100,7 @@ def models(console: Console) -> None:
 def churn(console: Console) -> None:
     """Kills and stops in turn, as the chaos runs have them."""
     table = _table(
-        "Goodput under churn: 8 islands, 1 M parameters, 100 Mbit/s, 20 ms a step, 30 minutes, 3 seeds",
+        "Goodput under churn: 8 islands, 2.3 M parameters, 100 Mbit/s, 20 ms a step, 30 minutes, 3 seeds",
         *("schedule", "a fault every", "goodput", "without faults computes", "with them", "void", "tokens lost"),
     )
     for name, schedule in SCHEDULES.items():

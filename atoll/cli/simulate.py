@@ -13,7 +13,7 @@ import click
 @click.option("--layers", type=int, help="Layers of such a model.")
 @click.option("--islands", type=click.IntRange(min=1), help="Islands that train apart. [default: the model's, or 2]")
 @click.option("--link", default="1gbit", show_default=True, help="What an island sends: 100mbit, or a matrix file.")
-@click.option("--down", help="What an island receives in all. [default: as much as it sends]")
+@click.option("--down", help="What an island receives in all; or one each, as 50mbit,10mbit. [default: as it sends]")
 @click.option("--latency", default="0ms", show_default=True, help="Of one message between islands, as 50ms.")
 @click.option("--devices", type=click.IntRange(min=1), help="Devices of an island, which share its link.")
 @click.option("--step-time", help="Of an inner step, as 20ms.")

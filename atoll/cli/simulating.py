@@ -10,19 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from atoll.algo.schedule import Schedule
 from atoll.cli import plan as planning
-from atoll.errors import ConfigError, nearest
+from atoll.errors import ConfigError
 from atoll.plan.estimate import Method
 from atoll.plan.payload import IDENTITY, Coding
 from atoll.plan.plan import Request
-from atoll.plan.recommend import default_rank, fitting_fragments
+from atoll.plan.recommend import default_rank
 from atoll.plan.sim.faults import Rates, parse_duration, parse_rate, read_faults
+from atoll.plan.sim.methods import DATA_PARALLEL, method_of
 from atoll.plan.sim.scenario import Patience, Scenario, Speeds
 from atoll.plan.simulate import Simulation, as_json, simulate
 from atoll.plan.units import format_seconds, parse_bandwidth, parse_seconds
 
-SCHEDULES = ("blocking", "delayed", "streaming", "data-parallel")
 DEFAULT_ROUNDS = 100
 SILENCE_S = 5.0  # the longest without a word
 
@@ -142,7 +141,7 @@ def build_scenario(options: planning.Options, asked: Asked, *, source: planning.
         seed=asked.seed,
         speeds=Speeds(parse_share(asked.jitter) if asked.jitter else 0.0, parse_stragglers(asked.stragglers, islands)),
         patience=parse_patience(asked),
-        down_bytes_per_s=parse_bandwidth(asked.down) if asked.down else float("inf"),
+        down_bytes_per_s=tuple(parse_bandwidth(part) for part in asked.down.split(",")) if asked.down else (),
         message_s=parse_seconds(asked.message_time),
         meeting_s=parse_seconds(asked.meeting_time),
         rates=rates,
@@ -153,29 +152,18 @@ def build_scenario(options: planning.Options, asked: Asked, *, source: planning.
 def build_method(options: planning.Options, asked: Asked, source: planning.Source, request: Request) -> Method:
     """The schedule and the compressor that are named, or those of the model."""
     kind = asked.schedule or _known_schedule(options, source)
-    if kind not in SCHEDULES:
-        raise ConfigError(f"--schedule {kind!r} is not known.{nearest(kind, SCHEDULES)} Known: {', '.join(SCHEDULES)}.")
     coding = build_coding(options, source)
-    if kind == "data-parallel":
-        return Method(kind, None, coding if options.compressor else IDENTITY)
-    blocking_first = source.settings.get("first_round", "blocking") == "blocking"
-    return Method(kind, _schedule(kind, request, blocking_first=blocking_first), coding)
-
-
-def _schedule(kind: str, request: Request, *, blocking_first: bool) -> Schedule:
-    steps = request.inner_steps
-    if kind == "blocking":
-        return Schedule(steps)
-    if kind == "delayed":
-        return Schedule(steps, delay=steps, blocking_first=blocking_first)
-    count = request.fragments or fitting_fragments(request.workload.shape.num_layers, steps)
-    if count < 2:
-        raise ConfigError(
-            f"--inner-steps {steps} has no divisor to stream by: a fragment is sent every inner_steps/fragments "
-            f"steps.\nUse --inner-steps {-(-steps // 10) * 10}, or --schedule delayed."
-        )
-    delay = request.delay or 1
-    return Schedule(steps, count, delay, blocking_first=blocking_first)
+    if kind == DATA_PARALLEL and not options.compressor:
+        coding = IDENTITY
+    return method_of(
+        kind,
+        coding,
+        inner_steps=request.inner_steps,
+        num_layers=request.workload.shape.num_layers,
+        fragments=request.fragments,
+        delay=request.delay,
+        blocking_first=source.settings.get("first_round", "blocking") == "blocking",
+    )
 
 
 def _known_schedule(options: planning.Options, source: planning.Source) -> str:

@@ -160,6 +160,9 @@ class Driver:
         self._expected_until = self.now() + RETURN_S if membership.status(0.0)["round"] else 0.0
         self._spoke_at = self.now()
         self._tell_untold()
+        finished = self.status()["finished"]
+        if finished is not None:  # it died when the run was over; those who did not hear so will come
+            self._end(finished["exit_code"])
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""

@@ -1289,6 +1289,7 @@ class Membership:
             return
         self._settle_if_due()
         self._watch_attempt()
+        self._find_donors()  # first, so that a round may wait for a transfer that it would outrun
         self._close_round()
         self._find_donors()
         self._watch_numbers()

@@ -659,8 +659,8 @@ class Island:
             self._say(m.Failed(commit.round, commit.attempt, "has no result of it"))
             return
         self._commit, self._current = commit, True
-        if self._waits_to_land or offer is None or not self._delayed:
-            self._adopt_committed()
+        if self._waits_to_land or offer is None or not offer.spent or not self._delayed:
+            self._adopt_committed()  # without what was offered too late: that is owed, and offered again at once
         else:  # it lands when the next one is taken
             self._say_what_it_has()
 

@@ -85,6 +85,7 @@ def test_every_flag_reaches_the_simulation(atoll) -> None:
     slower = [
         ["--latency", "50ms"],
         ["--down", "10mbit"],
+        ["--down", "100mbit,100mbit,20mbit,100mbit"],
         ["--overhead", "100ms"],
         ["--outer-time", "100ms"],
         ["--message-time", "100ms"],

@@ -4,7 +4,8 @@
     PYTHONPATH=tests python -m faults.chaos --kills 100 --stops 5 --output /tmp/reliability.json
 
 A fleet of real processes is made to suffer until it has had every fault so often; every promise is checked throughout.
-A fleet that breaks one is shown, counted as a failure, and replaced. 0 failures in n trials bound the rate at 3/n (95 %).
+A fleet that breaks one is shown, counted as a failure and replaced. No failure in n trials bounds the rate at 3/n
+(95 %).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def test_a_link_without_bound_takes_no_time() -> None:
 
 
 def test_links_know_what_islands_receive_and_sites_of_joiners() -> None:
-    found = links_of(uniform(3, 100.0, latency_s=0.1), down_bytes_per_s=40.0, more_sites=2)
+    found = links_of(uniform(3, 100.0, latency_s=0.1), down_bytes_per_s=(40.0,), more_sites=2)
     assert (found.num_sites, found.down.tolist()) == (5, [40.0] * 5)
     assert found.exchange_s(np.arange(3), 80.0) == 2.0
     assert found.transfer_s(0, 4, 80.0) == pytest.approx(2.1)
@@ -186,9 +186,17 @@ def test_a_matrix_bounds_pairs_and_has_no_room_for_new_islands() -> None:
         links_of(network, more_sites=1)
 
 
+def test_every_island_may_receive_another_amount() -> None:
+    found = links_of(uniform(3, 100.0), down_bytes_per_s=(100.0, 20.0, 50.0), more_sites=1)
+    assert found.down.tolist() == [100, 20, 50, 50]
+    assert found.exchange_s(np.arange(3), 80.0) == 4.0
+    with pytest.raises(ConfigError, match="2 values for 3 islands"):
+        links_of(uniform(3, 100.0), down_bytes_per_s=(1.0, 2.0))
+
+
 def test_a_link_that_receives_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="lets nothing arrive"):
-        links_of(uniform(2, 1.0), down_bytes_per_s=0.0)
+        links_of(uniform(2, 1.0), down_bytes_per_s=(0.0,))
 
 
 # --- events

@@ -7,6 +7,7 @@ anew gets another.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,15 +68,12 @@ class Links:
         return float(num_bytes / speed) + self.latency_s(source, target)
 
 
-def links_of(network: Network, *, down_bytes_per_s: float = math.inf, more_sites: int = 0) -> Links:
-    """`network` as arrays, with `more_sites` for islands that join later.
+def links_of(network: Network, *, down_bytes_per_s: Sequence[float] = (), more_sites: int = 0) -> Links:
+    """`network` as arrays, with `more_sites` for islands that join later, which have the links of the last one.
 
-    down_bytes_per_s: what an island can receive in all; infinite: as much as it can send.
+    down_bytes_per_s: what islands can receive in all: one value for all, or one each; none: as much as they can send.
     """
-    if not down_bytes_per_s > 0:
-        raise ConfigError(
-            "--down 0 lets nothing arrive: no round would ever end. Give what a link receives, as 50mbit."
-        )
+    _check_down(down_bytes_per_s, network.num_islands)
     islands, sites = network.num_islands, network.num_islands + more_sites
     uniform = len({id(row) for row in network.links}) == 1 and len({id(row) for row in network.latency_s}) == 1
     if more_sites and not uniform:
@@ -83,10 +81,24 @@ def links_of(network: Network, *, down_bytes_per_s: float = math.inf, more_sites
             f"a matrix of {islands} islands says nothing about the links of {more_sites} more that join. Give --link "
             "one bandwidth, or let only islands join that were killed or left."
         )
-    up = np.array([*network.uplinks, *(network.uplinks[-1],) * more_sites], dtype=float)
-    down = np.minimum(up, down_bytes_per_s)
+    up = _of_sites(network.uplinks, sites)
+    down = _of_sites(down_bytes_per_s, sites) if down_bytes_per_s else up
     if uniform:
         unbounded = math.isinf(network.links[0][0])
         pair = None if unbounded else np.full((sites, sites), network.links[0][0])
         return Links(up, down, pair, np.full((1, 1), network.latency_s[0][0]))
     return Links(up, down, np.array(network.links), np.array(network.latency_s))
+
+
+def _of_sites(values: Sequence[float], sites: int) -> Floats:
+    """Values of the first sites, and the last of them for all others."""
+    return np.array([*values, *(values[-1],) * (sites - len(values))], dtype=float)
+
+
+def _check_down(down_bytes_per_s: Sequence[float], islands: int) -> None:
+    if not all(speed > 0 for speed in down_bytes_per_s):
+        raise ConfigError("--down 0 lets nothing arrive: no round would ever end. Give what comes in, as 50mbit.")
+    if len(down_bytes_per_s) not in (0, 1, islands):
+        raise ConfigError(
+            f"--down has {len(down_bytes_per_s)} values for {islands} islands. Give one for all, or one each."
+        )

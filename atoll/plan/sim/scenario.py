@@ -51,9 +51,9 @@ class Speeds:
 class Scenario:
     """One simulation.
 
-    duration_s, num_rounds: it ends at whichever comes first; a round here is all fragments once. message_s: of each
-    message between two islands, beside its bytes. meeting_s: until the processes of an attempt have found each other.
-    rates and script: what happens to islands. seed: of everything that is drawn.
+    duration_s, num_rounds: it ends at whichever comes first; a round here is all fragments once. down_bytes_per_s: see
+    `links_of`. message_s: of each message between two islands, beside its bytes. meeting_s: until the processes of an
+    attempt have found each other. rates and script: what happens to islands. seed: of everything that is drawn.
     """
 
     method: Method
@@ -64,7 +64,7 @@ class Scenario:
     seed: int = 0
     speeds: Speeds = field(default_factory=Speeds)
     patience: Patience = field(default_factory=Patience)
-    down_bytes_per_s: float = math.inf
+    down_bytes_per_s: tuple[float, ...] = ()
     message_s: float = 0.0
     meeting_s: float = 0.0
     rates: Rates = field(default_factory=Rates)
