@@ -24,7 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"errors", "exchange", "algo", "compress", "comm", "elastic", "parallel", "data", "models"},
     "integrations": {"errors", "exchange", "algo", "compress", "comm", "train"},
     "recipes": {"errors", "train"},
-    "cli": {"errors", "exchange", "elastic", "plan", "data", "models", "train", "integrations", "recipes"},
+    "cli": {
+        *("errors", "exchange", "algo", "compress", "comm", "elastic", "parallel", "plan", "data", "models"),
+        *("train", "integrations", "recipes"),
+    },
     "": {"integrations"},
     "__main__": {"cli"},
 }

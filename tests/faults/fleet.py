@@ -274,10 +274,14 @@ class Fleet:
         return [event for event in found if all(event[name] == value for name, value in fields.items())]
 
     @property
+    def tokens_a_step(self) -> int:
+        """Of one island."""
+        return self.config.batch_size * self.config.sequence_length
+
+    @property
     def tokens_a_round(self) -> int:
         """Of an island that does all its inner steps."""
-        config = self.config
-        return config.inner_steps * config.batch_size * config.sequence_length
+        return self.config.inner_steps * self.tokens_a_step
 
     @property
     def round(self) -> int:

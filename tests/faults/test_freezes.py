@@ -57,3 +57,16 @@ def test_what_a_thawed_island_says_of_an_old_attempt_is_ignored_by_number(fleet:
     first = next(weights[number] for number in range(back + 1, run.round + 1) if weights[number])
     assert first >= run.tokens_a_round, "what it had done before the freeze counts in the end"
     run.check()
+
+
+def test_a_donor_that_freezes_in_the_middle_of_a_transfer_is_replaced_by_another(fleet: Callable[..., Fleet]) -> None:
+    run = fleet(replicas=3)
+    run.wait_round(2)
+    donor = run.islands[0]
+    run.plan(donor.name, "donor.asked", signal.SIGSTOP)
+    run.add(3)
+    run.wait(donor.is_frozen, "the freeze")
+    run.clear_plan()
+    run.wait_counted(1, 2, 3, timeout_s=NOTICED_S + 5.0)
+    assert donor.is_frozen()
+    run.check()

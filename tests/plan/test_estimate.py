@@ -18,7 +18,7 @@ METHODS = [
     Method("allreduce", None),
     Method("diloco", Schedule(H)),
     Method("diloco", Schedule(H), Coding("int4")),
-    Method("streaming", Schedule(H, 25, 2), Coding("fp4")),
+    Method("streaming", Schedule(H, 5, 2), Coding("fp4")),
     Method("delayed", Schedule(H, delay=H)),
     Method("dilocox", Schedule(H, delay=H), Coding("lowrank+int4", 256)),
 ]
