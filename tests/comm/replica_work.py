@@ -205,8 +205,8 @@ def lose_a_peer(replica: int, timeout_s: float) -> str:
     """The last replica ends itself in the middle of a round; what the others are told."""
     transport = TorchDistTransport(timeout_s=timeout_s)
     tensors = (contribution(replica, number, (LARGE,)) for number in range(6))
-    flight = transport.launch(ballot(1), tally, map(plain, tensors))
     try:
+        flight = transport.launch(ballot(1), tally, map(plain, tensors))  # told at once, or later
         for _ in flight.results():
             if replica == transport.num_replicas - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
