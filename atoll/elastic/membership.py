@@ -167,7 +167,8 @@ Effect = Send | Record | Close
 class _Account:
     """What is remembered of a member while it is away and while the coordinator is.
 
-    contributed: the last committed round with a contribution of it. tokens: that it contributed in all.
+    contributed: the last committed round with a contribution of it. tokens: that it contributed in all. there: neither
+    lost nor left, when that was last known. pid, name: as it said them.
     """
 
     seat: int
@@ -176,6 +177,9 @@ class _Account:
     strikes: int = 0
     benched: bool = False
     faults: int = 0
+    there: bool = True
+    pid: int = -1
+    name: str = ""
 
 
 @dataclass
@@ -319,6 +323,7 @@ class Membership:
         self._awaited = set(self._committed.participants)
         self._awaited_until: float | None = None
         self._orphans_at: float | None = None  # when samples of those who did not come back are given to others
+        self._roll_call_at: float | None = None  # when those who were there before and did not come back are lost
         self._tickets = 0
         self._below_since: float | None = None
         self._finish: Finish | None = None
@@ -539,6 +544,7 @@ class Membership:
         self._strangers.discard(member_id)
         if self._orphans_at is None:
             self._orphans_at = self._now + self.rules.deadline_s
+            self._roll_call_at = self._now + self.rules.lost_after_s
         self._attempt_number = max(self._attempt_number, 0 if self._has_log else min(hello.attempt, LARGEST))
         self._changed = True
         if old is None or old.gone:
@@ -552,6 +558,7 @@ class Membership:
     def _account(self, member_id: str, hello: Hello) -> _Account:
         account = self._accounts.pop(member_id, None) or _Account(seat=-1)
         account.seat = self._seat(member_id, [account.seat, hello.seat])
+        account.there, account.pid, account.name = True, hello.pid, hello.name
         self._accounts[member_id] = account  # the newest last
         dead = [m for m in self._accounts if m not in self._members or self._members[m].gone]
         for forgotten in dead[: max(0, len(self._accounts) - KEPT_ACCOUNTS)]:
@@ -596,7 +603,8 @@ class Membership:
             self._send(member, self._commit_message())
             member.donor_at = self._now + SETTLE_S
         elif self._settled and 0 <= member.round < self._committed.round:
-            self._record_member("carried", member, why=f"it was away since round {member.round}")
+            if member.round > 0 or member.hello.leased:  # else it has just been started
+                self._record_member("carried", member, why=f"it was away since round {member.round}")
         elif self._settled and member.round > self._committed.round:
             detail = f"it holds round {member.round} of another history, and takes over what is committed here"
             self._fault("ahead", member, detail, alarm=True)
@@ -742,7 +750,7 @@ class Membership:
     def _lose(self, member: _Member, what: str, why: str) -> None:
         if member.connected:
             self._set_away(member)
-        member.gone = what
+        member.gone, member.account.there = what, False
         self._awaited.discard(member.id)
         member.release_at = self._now + (self.rules.deadline_s if what == LOST else 0.0)
         self._changed = True
@@ -773,7 +781,19 @@ class Membership:
                 self._changed = True
         self._orphans_at = math.inf
 
+    def _call_roll(self) -> None:
+        """Who was there before this coordinator was started again, and died while it was away."""
+        for member_id, account in self._accounts.items():
+            if account.there and member_id not in self._members:
+                account.there, self._changed = False, True
+                who = {"replica": account.seat, "pid": account.pid, "member": member_id, "name": account.name}
+                why = "it did not come back when the coordinator did"
+                self._record("member", what=LOST, round=self._committed.round, why=why, **who)
+        self._roll_call_at = math.inf
+
     def _evict(self) -> None:
+        if self._roll_call_at is not None and self._now >= self._roll_call_at:
+            self._call_roll()
         if self._orphans_at is not None and self._now >= self._orphans_at:
             self._release_orphans()
         patience = self.rules.lost_after_s
@@ -1333,8 +1353,9 @@ class Membership:
             if this.quorum_at is not None:
                 waits += [this.grace_until, this.quorum_at + rules.deadline_s, self._awaited_until or 0.0]
             yield from (wait for wait in waits if wait > self._now)
-        if self._orphans_at is not None and self._orphans_at < math.inf:
-            yield self._orphans_at
+        for due in (self._orphans_at, self._roll_call_at):
+            if due is not None and due < math.inf:
+                yield due
         if self._below_since is not None:
             yield self._below_since + rules.deadline_s
 

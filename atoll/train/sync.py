@@ -609,6 +609,7 @@ class ReplicaSync:
         share: float,
     ) -> None:
         contributors = sum(weight > 0 for weight in weights)
+        owes = rule.keeps_unsent and (self.settings.owes_unsent or flown.listens)
         if not flown.adopts and self.settings.own_base and fragment.base is None:
             fragment.base = fragment.held_anchor()
         assert flown.flight is not None
@@ -623,17 +624,20 @@ class ReplicaSync:
             fragment.codes[number] = code
             fingerprint.update(_bytes(anchor))
             if flown.adopts:
-                self._adopt(fragment, bucket, rule, contributors, lr)
-        if flown.adopts and not (rule.keeps_unsent and self.settings.owes_unsent):
+                self._adopt(fragment, bucket, rule, contributors, lr, owes)
+        if flown.adopts and not owes:
             fragment.base = None
             for other in fragment.flights:
                 other.held = False
         fragment.digest = fingerprint.digest()
 
-    def _adopt(self, fragment: _Fragment, bucket: Bucket, rule: AdoptRule, contributors: int, lr: float) -> None:
+    def _adopt(
+        self, fragment: _Fragment, bucket: Bucket, rule: AdoptRule, contributors: int, lr: float, owes: bool
+    ) -> None:
+        """owes: progress that no launch has taken is kept, and owed to the next one."""
         span = slice(bucket.start, bucket.stop)
         anchor = fragment.anchor[span]
-        owed = self.settings.owes_unsent and fragment.base is not None
+        owed = owes and fragment.base is not None
         if not rule.needs_progress or (rule.keeps_unsent and not owed):
             fragment.scatter_params(bucket, anchor)
             return

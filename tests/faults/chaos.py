@@ -47,13 +47,12 @@ class Tally:
 
     def plain(self) -> dict[str, Any]:
         """As JSON. rate_bound: of failures, at 95 %, where none was seen."""
-        waits = sorted(self.waits_s)
-        cuts = quantiles(waits, n=100) if len(waits) > 1 else [0.0] * 99
+        cuts = quantiles(self.waits_s, n=100) if len(self.waits_s) > 1 else []
         return {
             "trials": self.trials,
             "failures": self.failures,
             "rate_bound": 3 / self.trials if self.trials and not self.failures else None,
-            "next_commit_s": {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3)},
+            "next_commit_s": {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3)} if cuts else None,
             "kinds": dict(sorted(self.kinds.items())),
         }
 
@@ -115,6 +114,7 @@ def kill_coordinator(run: Fleet, chance: random.Random) -> str:
         run.wait_end(run.coordinator)
         run.clear_plan()
     run.start_coordinator()
+    _wait_commit(run)
     run.wait_counted(*range(REPLICAS))
     return point
 

@@ -35,10 +35,10 @@ def test_nothing_is_left_of_thirty_islands_that_came_and_went(fleet: Callable[..
         for seat in (2, 3, 4):
             run.add(seat)
         run.wait_counted(2, 3, 4)
-        if number == 1:
-            before = {life.name: run.resources(life) for life in (run.islands[0], run.coordinator)}
         run.kill(2, 3, 4)
-    run.wait_rounds(3)
+        if number == 1:
+            run.wait_rounds(3)
+            before = {life.name: run.resources(life) for life in (run.islands[0], run.coordinator)}
     for life in (run.islands[0], run.coordinator):
         run.wait(lambda: _is_back_at(run.resources(life), before[life.name]), f"{life.name} to be as it was")  # noqa: B023
     run.check()

@@ -73,7 +73,7 @@ def test_a_run_ends_well_although_islands_and_the_coordinator_die_in_its_last_ro
 
 
 def test_ctrl_c_to_the_launcher_saves_everything_and_resume_goes_on_from_there(tmp_path: Path) -> None:
-    settings = {"replicas": 3, "max_steps": 160, "inner_steps": 8, "save_steps": 0}
+    settings = {"replicas": 3, "max_steps": 80, "inner_steps": 8, "save_steps": 0}
     run = Fleet(tmp_path, **settings)
     began = _launch(run, tmp_path / "first.log")
     run.wait_round(3, timeout_s=60)
@@ -88,8 +88,8 @@ def test_ctrl_c_to_the_launcher_saves_everything_and_resume_goes_on_from_there(t
     again = _launch(run, tmp_path / "second.log", "--resume", "auto")
     assert again.wait(90) == 0, (tmp_path / "second.log").read_text()
     resumed = Fleet(tmp_path, **settings)
-    assert resumed.round == 20
-    assert resumed.of("eval")[-1]["loss"] < 4.0
+    assert resumed.round == 10
+    assert resumed.of("eval")[-1]["loss"] < 5.0
     resumed.check(known=committed)
 
 
