@@ -4,8 +4,9 @@
 
 Each island is a process in a host of its own (benchmarks/hosts.py) with one thread. Every method is first run on an
 open link, which gives the step time and what a sync takes beside sending; then, on each link, the round that the
-planner foretells from those two numbers and the rate is compared with the median of real rounds. Writes
-results/predicted.md and results/predicted.png. Nothing else may run beside it.
+planner foretells from those two numbers and the rate is compared with the median of real rounds. Steps are paced
+(benchmarks/paced.py), so that four islands need no more than two cores. Writes results/predicted.md and
+results/predicted.png. Nothing else may run beside it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from hosts import Hosts, missing
+from paced import pace
 
 HERE = Path(__file__).parent / "results"
 OPEN_MBIT = 20_000
 PAYLOAD_SHARE = 0.956  # of a link's rate: the rest is headers (docs/benchmarks.md)
-ROUNDS = 5  # the first two are not counted
+ROUNDS = 6  # the first two are not counted
+STEP_S = 0.045
 STEP_TOKENS = 64
 MODEL = {"family": "llama", "hidden_size": 192, "num_layers": 2, "num_heads": 4, "intermediate_size": 512}
 METHODS: dict[str, dict[str, Any]] = {
@@ -69,6 +72,7 @@ def work(rank: int, num_islands: int, address: str) -> None:
     from atoll.train.loop import train
     from atoll.train.stopping import StoreStopper, watch_signals
 
+    pace(STEP_S)
     torch.set_num_threads(1)
     store = dist.TCPStore(address, 29400, num_islands, is_master=rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_islands)
