@@ -43,6 +43,7 @@ QUEUE_S = 0.05  # how long a queue may get before frames are dropped
 MIN_QUEUE_BYTES = 128 * FRAME_BYTES
 MAX_SEGMENT_BYTES = 65536  # the most that TCP hands to an interface at once
 INTERFACE = "eth0"
+CONGESTION_CONTROL = "cubic"  # steady on an empty link, where BBR probes and pauses
 STDIN = 0
 
 _serial = itertools.count()
@@ -220,7 +221,8 @@ class Hosts:
         # No automatic IPv6 address: its announcements would be counted.
         _ip(self._switch, f"link set port-{host} addrgenmode none master br0 up")
         _ip(namespace, f"link set {INTERFACE} addrgenmode none address {_mac(index)} up")
-        _ip(namespace, f"addr add {self._address(host)}/24 dev {INTERFACE}")
+        _ip(namespace, f"addr add {self._address(host)}/24 dev {INTERFACE} noprefixroute")
+        _ip(namespace, f"route add 10.77.0.0/24 dev {INTERFACE} congctl {CONGESTION_CONTROL}")
         # Known in advance, so that a cut is silence, as between distant hosts, and not "no route to host".
         for other, name in enumerate(self.names):
             if other != index:

@@ -3,8 +3,9 @@
     python benchmarks/predicted.py [--islands 2 4] [--mbit 10 20 50 100 1000]
 
 Each island is a process in a host of its own (benchmarks/hosts.py) with one thread. Every method is first run on an
-open link, which gives the step time and what a sync takes beside sending; then, on each link, the round that the
-planner foretells from those two numbers and the rate is compared with the median of real rounds. Steps are paced
+open link, which gives the step time and what a sync takes beside sending. Each link is measured first by a bulk
+transfer both ways, as a user would (headers and acknowledgements take their share of the nominal rate). Then the round
+that the planner foretells from these numbers is compared with the median of real rounds. Steps are paced
 (benchmarks/paced.py), so that four islands need no more than two cores. Writes results/predicted.md and
 results/predicted.png. Nothing else may run beside it.
 """
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from paced import pace
 
 HERE = Path(__file__).parent / "results"
 OPEN_MBIT = 20_000
-PAYLOAD_SHARE = 0.956  # of a link's rate: the rest is headers (docs/benchmarks.md)
+PROBE_S = 2.0  # of nominal time, of the transfer that measures a link
 ROUNDS = 6  # the first two are not counted
 STEP_S = 0.045
 STEP_TOKENS = 64
@@ -77,7 +79,11 @@ def work(rank: int, num_islands: int, address: str) -> None:
     store = dist.TCPStore(address, 29400, num_islands, is_master=rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_islands)
     for number, line in enumerate(sys.stdin):
-        config = build_config(json.loads(line))
+        settings = json.loads(line)
+        if "probe" in settings:
+            print(json.dumps({"seconds": _exchange_s(settings["probe"])}), flush=True)
+            continue
+        config = build_config(settings)
         with watch_signals() as signals:
             stopper = StoreStopper(
                 dist.PrefixStore(f"run-{number}", store),
@@ -95,6 +101,22 @@ def work(rank: int, num_islands: int, address: str) -> None:
             run.barrier()
             transport.close()
         print(json.dumps({"done": number}), flush=True)
+
+
+def _exchange_s(num_bytes: int) -> float:
+    """Seconds in which every island sends so much to the next one and receives as much from the one before."""
+    import torch
+    import torch.distributed as dist
+
+    rank, islands = dist.get_rank(), dist.get_world_size()
+    outgoing, incoming = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    dist.barrier()
+    began = time.perf_counter()
+    # The receive first: gloo would queue its readiness behind what is sent.
+    works = [dist.irecv(incoming, (rank - 1) % islands), dist.isend(outgoing, (rank + 1) % islands)]
+    for work in works:
+        work.wait()
+    return time.perf_counter() - began
 
 
 # --- outside
@@ -124,6 +146,11 @@ class Islands:
             for rank, name in enumerate(names)
         ]
 
+    def bytes_per_s(self, mbit: float) -> float:
+        """What a link carries both ways at once."""
+        num_bytes = int(PROBE_S * mbit * 1e6 / 8)
+        return num_bytes / max(answer["seconds"] for answer in self._ask({"probe": num_bytes}))
+
     def run(self, method: dict[str, Any], *, inner_steps: int) -> Path:
         """Train on the links as they are; returns the run's folder."""
         self._count += 1
@@ -136,15 +163,22 @@ class Islands:
             **{"outer_lr": 0.6, "outer_momentum": 0.4, "lr_schedule": "constant", "output_dir": str(folder)},
             **method,
         }
+        self._ask(settings)
+        return folder
+
+    def _ask(self, question: dict[str, Any]) -> list[dict[str, Any]]:
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(settings) + "\n")
+            process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
+        answers = []
         for process in self._processes:
             assert process.stdout is not None
-            if not process.stdout.readline():
+            line = process.stdout.readline()
+            if not line:
                 raise SystemExit("an island ended early")
-        return folder
+            answers.append(json.loads(line))
+        return answers
 
     def close(self) -> None:
         for process in self._processes:
@@ -161,7 +195,7 @@ def measure(folder: Path) -> tuple[float, Any]:
     return statistics.median(event["inner_s"] + event["exposed_s"] for event in rounds), read_run(folder)
 
 
-def predict(method: dict[str, Any], seen: Any, *, islands: int, mbit: float, inner_steps: int) -> float:
+def predict(method: dict[str, Any], seen: Any, *, islands: int, bytes_per_s: float, inner_steps: int) -> float:
     """Seconds of a round by the planner, from what the open link showed and the rate of this one."""
     from atoll.algo.schedule import Schedule
     from atoll.plan.estimate import Method, Workload, estimate
@@ -179,7 +213,7 @@ def predict(method: dict[str, Any], seen: Any, *, islands: int, mbit: float, inn
         landing_s=seen.landing_s,
     )
     planned = Method("", Schedule(inner_steps, delay=delay), coding)
-    network = uniform(islands, mbit * PAYLOAD_SHARE * 1e6 / 8)
+    network = uniform(islands, bytes_per_s)
     return estimate(planned, workload, network).round_s
 
 
@@ -192,9 +226,13 @@ def cells(islands: int, rates: list[float], *, inner_steps: int) -> list[Cell]:
         for mbit in rates:
             for host in names:
                 hosts.set_rate(host, mbit)
+            bytes_per_s = running.bytes_per_s(mbit)
+            print(f"{islands} islands, {mbit:g} Mbit/s: {bytes_per_s * 8e-6:.2f} Mbit/s of payload", flush=True)
             for name, method in METHODS.items():
                 measured_s, _ = measure(running.run(method, inner_steps=inner_steps))
-                predicted_s = predict(method, seen[name], islands=islands, mbit=mbit, inner_steps=inner_steps)
+                predicted_s = predict(
+                    method, seen[name], islands=islands, bytes_per_s=bytes_per_s, inner_steps=inner_steps
+                )
                 found.append(Cell(islands, mbit, name, predicted_s, measured_s))
                 cell = found[-1]
                 print(
