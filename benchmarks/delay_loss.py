@@ -2,6 +2,7 @@
 
     python benchmarks/delay_loss.py map        outer rate × momentum for no delay and each adopt rule, one seed
     python benchmarks/delay_loss.py share      how much of the progress in flight `carry` should keep
+    python benchmarks/delay_loss.py short      delays shorter than a round, one seed
     python benchmarks/delay_loss.py rows       every row at its best outer setting of the map, three seeds
     python benchmarks/delay_loss.py table      results/delay_loss.md and .png from what has run
 
@@ -73,6 +74,12 @@ ROWS: dict[str, tuple[tuple[tuple[str, object], ...], str]] = {
     "delay, carry all": (delayed("carry", carry_share=1.0), "delay, carry all"),
     "delay, carry 1/M": (delayed("carry", carry_share=0.5), "delay, carry 1/M"),
     "delay, eager": (delayed("eager"), "delay, eager"),
+    "delay 1 of 8, carry all": (delayed("carry", carry_share=1.0, delay=1), "blocking"),
+    "delay 1 of 8, carry 1/M": (delayed("carry", carry_share=0.5, delay=1), "blocking"),
+    "delay 2 of 8, carry all": (delayed("carry", carry_share=1.0, delay=2), "blocking"),
+    "delay 2 of 8, carry 1/M": (delayed("carry", carry_share=0.5, delay=2), "blocking"),
+    "delay 4 of 8, carry 1/M": (delayed("carry", carry_share=0.5, delay=4), "blocking"),
+    "delay 4 of 8, eager": (delayed("eager", delay=4), "blocking"),
     "streaming": (tuple({"schedule": "streaming", "fragments": 2, "alpha": 0.5}.items()), "streaming"),
     "int8": ((("compressor", "int8"),), "blocking"),
     "int4": ((("compressor", "int4"),), "blocking"),
@@ -85,6 +92,9 @@ ROWS: dict[str, tuple[tuple[tuple[str, object], ...], str]] = {
     "rank 32 + int4": (tuple({**LOW_RANK, "rank": 32}.items()), "blocking"),
     "rank 64 + int4, no feedback": (tuple({**LOW_RANK, "rank": 64, "error_feedback": False}.items()), "blocking"),
     "DiLoCoX": (delayed("carry", carry_share=0.5, rank=64, **LOW_RANK), "delay, carry 1/M"),
+    "DiLoCoX, delay 1 of 8": (delayed("carry", carry_share=0.5, delay=1, rank=64, **LOW_RANK), "blocking"),
+    "DiLoCoX, delay 2 of 8": (delayed("carry", carry_share=0.5, delay=2, rank=64, **LOW_RANK), "blocking"),
+    "DiLoCoX, eager": (delayed("eager", rank=64, **LOW_RANK), "delay, eager"),
     "DiLoCoX, reset": (delayed("replace", rank=64, **LOW_RANK), "delay, reset"),
 }
 MAPPED = ("blocking", "delay, carry 1/M", "delay, eager", "delay, reset", "delay, carry all", "streaming")
@@ -189,6 +199,13 @@ def share_points() -> Iterator[Point]:
         yield Point(f"delay, carry {share:g}", outer_lr=lr, outer_momentum=momentum, settings=settings)
 
 
+def short_points() -> Iterator[Point]:
+    lr, momentum = best_outer("blocking")
+    for row, (settings, _) in ROWS.items():
+        if " of 8" in row or row == "DiLoCoX, eager":
+            yield Point(row, outer_lr=lr, outer_momentum=momentum, settings=settings)
+
+
 def best_outer(row: str) -> tuple[float, float]:
     """The outer setting of the map with the lowest loss of `row`; ties and gaps go to the first."""
     found = []
@@ -209,7 +226,7 @@ def row_points() -> Iterator[Point]:
             yield Point(row, outer_lr=lr, outer_momentum=momentum, seed=seed, settings=settings)
 
 
-STAGES = {"map": map_points, "share": share_points, "rows": row_points}
+STAGES = {"map": map_points, "share": share_points, "short": short_points, "rows": row_points}
 
 
 def write_table() -> None:

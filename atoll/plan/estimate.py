@@ -9,8 +9,9 @@ schedule takes nothing from the inner steps but `landing_s`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +27,8 @@ from atoll.plan.shapes import ModelShape
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S = 1e2, 1e14
 REFINEMENTS, GRID_POINTS = 4, 64
+
+HEADROOM = 1.2
 
 LAG = 2  # of the transport, by test: exchanges that are under way between two phases
 BALLOT_MESSAGES = 1
@@ -85,8 +88,12 @@ class Method:
         """
         if self.schedule is None:
             return f"data parallel, {self.coding.describe()}"
-        streaming = f" ({self.num_fragments} fragments, delay {self.delay})" if self.kind == "streaming" else ""
-        return f"{self.kind}{streaming}, H {self.inner_steps}, {self.coding.describe()}"
+        late = ""
+        if self.kind == "streaming":
+            late = f" ({self.num_fragments} fragments, delay {self.delay})"
+        elif 0 < self.delay < self.inner_steps:
+            late = f" by {self.delay} step{'s' * (self.delay > 1)}"
+        return f"{self.kind}{late}, H {self.inner_steps}, {self.coding.describe()}"
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,11 @@ class Estimate:
         """H from which the sync fits beside the inner steps."""
         return cost.smallest_inner_steps(self.sync_s, self.workload.step_s)
 
+    @property
+    def delay_to_hide(self) -> int:
+        """Steps from launch to landing that hide what the longest fragment takes; more than a round if H is too few."""
+        return math.ceil(max(self.fragment_s) / self.workload.step_s)
+
     @cached_property
     def bandwidths(self) -> dict[float, float | None]:
         """The smallest bandwidth, bytes a second and the same everywhere, that reaches each of `TARGETS`."""
@@ -144,6 +156,18 @@ def estimate(method: Method, workload: Workload, network: Network) -> Estimate:
     exposed_s = float(_round_time(method, workload, holding_s).exposed_s)
     sent_bytes = sum(payload.sent_bytes for payload in payloads)
     return Estimate(method, workload, network, sent_bytes, tuple(float(seconds) for seconds in holding_s), exposed_s)
+
+
+def no_later_than_needed(method: Method, workload: Workload, network: Network) -> Method:
+    """`method`, one fragment that lands a whole round late, with a landing no later than hides its sync.
+
+    The shorter the delay, the less it costs in loss. `HEADROOM` is left for syncs that take longer than foretold.
+    """
+    schedule = method.schedule
+    if schedule is None or schedule.num_fragments > 1 or not 0 < schedule.delay == schedule.inner_steps:
+        return method
+    steps = math.ceil(HEADROOM * estimate(method, workload, network).sync_s / workload.step_s)
+    return replace(method, schedule=replace(schedule, delay=min(schedule.delay, max(1, steps))))
 
 
 def utilisation_curve(

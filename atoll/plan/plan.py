@@ -214,6 +214,7 @@ def _method_json(found: Estimate, plan: Plan) -> dict[str, Any]:
         "fragments": method.num_fragments,
         "delay": method.delay,
         "inner_steps_to_hide": found.inner_steps_to_hide,
+        "delay_to_hide": found.delay_to_hide,
         "bandwidth_bits_per_s": {
             f"{100 * target:g}": None if speed is None else speed * 8 for target, speed in found.bandwidths.items()
         },
