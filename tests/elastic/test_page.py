@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -227,3 +228,12 @@ def test_tokens_and_cookies_are_in_no_log(tmp_path: Path, caplog: pytest.LogCapt
     told = "\n".join([*kept.lines, *map(json.dumps, kept.events), caplog.text])
     for secret in (token.secret, token.encode(), cookie.split("=")[1]):
         assert secret not in told
+
+
+def test_libraries_of_the_page_are_the_files_that_the_docs_name_and_have_their_licences() -> None:
+    vendor = FOLDER / "vendor"
+    told = (FOLDER.parents[2] / "docs" / "dependencies.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| .+? \| `([0-9a-f]{64})` \|", told, re.MULTILINE))
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in vendor.glob("*.[jc]s*")}
+    assert rows == files
+    assert {path.name for path in vendor.glob("LICENSE.*")} == {"LICENSE.preact", "LICENSE.htm", "LICENSE.uPlot"}

@@ -45,7 +45,10 @@ function follow(show) {
   let timer = 0;
   let over = false;
   let finished = false;
+  let busy = false;
   async function look() {
+    if (busy) return;
+    busy = true;
     try {
       const [, state] = await fetchJson("/page/state");
       finished = state.finished !== null;
@@ -57,6 +60,8 @@ function follow(show) {
       if (error instanceof Refused) { show({ refused: error.message }); return; }
       if (finished) { show({ trouble: "ended" }); return; }
       show({ trouble: "lost" });
+    } finally {
+      busy = false;
     }
     if (!over) timer = setTimeout(look, document.hidden ? 10 * EVERY_MS : EVERY_MS);
   }
@@ -76,11 +81,20 @@ function condition(state, trouble) {
   return state.averaging ? ["averaging", "busy"] : ["training", "good"];
 }
 
+// Who is waited for, where anybody or anything waits; "" while all islands train.
+function waits(state) {
+  const stalls = !state.settled || !state.liveness.length || state.averaging || state.members.some((one) => one.state === "ready");
+  if (state.finished || !stalls || !state.waiting_for.length) return "";
+  const more = state.waiting_for.length - 3;
+  return `waits for ${state.waiting_for.slice(0, 3).join(", ")}${more > 0 ? ` and ${more} more` : ""}`;
+}
+
 function Header({ state, trouble }) {
   const [text, kind] = condition(state, trouble);
   return html`<header>
     <img src="/page/icon.svg" alt="" width="30" height="30" />
     <h1>${state.name}</h1><span class="pill ${kind}" id="condition">${text}</span>
+    <span class="waits" id="waiting">${trouble ? "" : waits(state)}</span>
     <span class="aside">run ${state.coordinator.run.slice(0, 8)} · Atoll ${state.version}</span>
   </header>`;
 }
@@ -115,13 +129,10 @@ function Tiles({ state }) {
 }
 
 function Notices({ state, trouble }) {
-  const waits = state.waiting_for;
-  const waiting = !state.finished && waits.length && (!state.settled || !state.liveness.length || state.averaging || state.members.some((one) => one.state === "ready"));
   return html`<div class="notices" role="status">
     ${trouble === "lost" && html`<p class="notice bad">The coordinator does not answer; trying again each second. Islands train on meanwhile. What you see is as of the last answer.</p>`}
     ${trouble === "ended" && html`<p class="notice">The run is over and its coordinator has ended. What you see is how it ended.</p>`}
     ${state.alarms.slice(-3).map((alarm) => html`<p class="notice bad">Alarm: ${alarm.what}: ${alarm.detail}</p>`)}
-    ${waiting && html`<p class="notice" id="waiting">Round ${state.round + 1} waits for ${waits.slice(0, 8).join(", ")}${waits.length > 8 ? ` and ${waits.length - 8} more` : ""}.</p>`}
   </div>`;
 }
 
