@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 WIDE = 200  # columns of what is no terminal
+GONE = ("lost", "left")
 GONE_SHOWN = 4  # islands that are lost or left, the last ones
 
 
@@ -177,6 +178,8 @@ def _table(known: dict[str, Any]) -> Table:
         table.add_column(name, justify="left" if name in ("island", "state") else "right", no_wrap=name != "island")
     table.add_column("heard of", justify="right", no_wrap=True)
     for member in _shown(known["members"]):
+        if known["finished"] and member["state"] not in GONE:
+            member = member | {"state": "done", "connected": True}
         weight = known["participation"].get(str(member["seat"]))
         share = "" if weight is None or not whole else f"{weight / whole:.0%}"
         table.add_row(*map(Text, _cells(member, share)))
@@ -185,7 +188,7 @@ def _table(known: dict[str, Any]) -> Table:
 
 def _shown(members: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """Those who are there, and the last of those who went."""
-    here = [member for member in members if member["state"] not in ("lost", "left")]
+    here = [member for member in members if member["state"] not in GONE]
     gone = [member for member in members if member not in here]
     return [*here, *sorted(gone, key=lambda member: member["seen_s_ago"])[:GONE_SHOWN]]
 
@@ -193,7 +196,7 @@ def _shown(members: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 def _cells(member: dict[str, Any], share: str) -> list[str]:
     from atoll.elastic.wire import printable
 
-    gone = member["state"] in ("lost", "left")
+    gone = member["state"] in GONE
     loss, rate = member.get("loss"), member.get("link_bytes_per_s")
     return [
         str(member["seat"]),
@@ -220,10 +223,12 @@ def _bits(bytes_per_s: float) -> str:
 
 
 def _closing(known: dict[str, Any]) -> list[str]:
+    from atoll.elastic.driver import describe_wait
+
     finished = known["finished"]
     if finished:
         return [f"over, with exit code {finished['exit_code']} {finished['why']}".rstrip()]
-    return [f"waiting for: {', '.join(known['waiting_for'])}"] if known["waiting_for"] else []
+    return [f"waiting for: {', '.join(known['waiting_for'])}"] if describe_wait(known) else []
 
 
 def _print(what: RenderableType) -> None:

@@ -134,7 +134,7 @@ class Want:
 class Beat:
     """This member is alive. step: the inner steps of its current round done so far. tokens_per_s: its speed.
 
-    loss: of its last inner step, nats a token.
+    loss: of its last inner steps, smoothed, nats a token.
     """
 
     step: int = 0

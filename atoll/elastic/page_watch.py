@@ -20,7 +20,7 @@ MOST_MEMBERS = 1024  # that are remembered
 class _Seen:
     """What one member said last. offered_at: its first Ready for that round. counted_at: of its last one that counted.
 
-    loss: of its last inner step. rate: bytes a second at which it last sent.
+    loss: of its last inner steps. rate: bytes a second at which it last sent.
     """
 
     ready: Ready | None = None

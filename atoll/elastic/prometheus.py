@@ -113,7 +113,7 @@ LABELLED = (
     Labelled("atoll_weight_ratio", "Share of an island in the last mean.", ("seat",), _weights),
     Labelled("atoll_island_tokens_per_second", "Speed of an island.", ISLAND, _of_members("tokens_per_s")),
     Labelled("atoll_island_tokens", "That an island contributed.", ISLAND, _of_members("tokens")),
-    Labelled("atoll_island_loss", "Of an island's last inner step.", ISLAND, _of_members("loss")),
+    Labelled("atoll_island_loss", "Of an island's last inner steps, nats a token.", ISLAND, _of_members("loss")),
     Labelled("atoll_island_round", "That an island holds.", ISLAND, _of_members("round")),
     Labelled("atoll_island_step", "Inner steps of its round.", ISLAND, _of_members("step")),
     Labelled("atoll_island_link_bytes_per_second", "At which it last sent.", ISLAND, _of_members("link_bytes_per_s")),

@@ -19,6 +19,7 @@ others rely on.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -184,7 +185,7 @@ class Island:
         self._landings: list[Landing] = []  # that the watcher was not told of
         self._transfer: m.Donor | None = None
         self._inner_s = 0.0
-        self._loss: float | None = None  # of the last inner step
+        self._loss: float | None = None  # of the last inner steps, smoothed
         self._loss_sum, self._loss_steps = 0.0, 0  # over the inner steps of this offer that this process made
         self._measured_steps = self._measured_s = 0.0  # of the last rounds, each counting half of the next
         self._hello = introduction
@@ -260,7 +261,7 @@ class Island:
         report = self.replica.update(step)
         self.steps += 1
         self._inner_s += report.seconds
-        self._loss = report.loss
+        self._loss = _smooth(self._loss, report.loss)
         self._loss_sum, self._loss_steps = self._loss_sum + report.loss, self._loss_steps + 1
         self._measured_steps += 1
         self._measured_s += report.seconds
@@ -796,6 +797,15 @@ class _Attempt:
         except Exception as error:  # whatever it is, the others must hear that this attempt came to nothing
             result = AtollError(f"{type(error).__name__}: {error}")
         self._island.post(Averaged(self.go.attempt, result, time.perf_counter() - began))
+
+
+def _smooth(before: float | None, loss: float) -> float:
+    """The losses of the last ten steps or so, for people; one that is no number is forgotten with the next.
+
+    >>> _smooth(None, 4.0), _smooth(4.0, 3.0), _smooth(float("nan"), 3.0)
+    (4.0, 3.9, 3.0)
+    """
+    return loss if before is None or not math.isfinite(before) else 0.9 * before + 0.1 * loss
 
 
 def _reached(attempt: _Attempt, averaged: Averaged, arrived: Arrived, *, numel: int) -> m.Reached:

@@ -48,7 +48,7 @@ def write_report(
     ]
     try:
         sections += _write_plots(runs, output_dir / "plots")
-        sections += [_settings_table(runs), *_islands(runs), _digests(runs), *_faults(runs)]
+        sections += [*_islands(runs), *_faults(runs), _settings_table(runs), _digests(runs)]
         sections += [*_sample_section(sample, prompt, sample_of), *_command_section(command)]
         path = output_dir / "report.md"
         path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
@@ -64,9 +64,9 @@ def report_run(run_dir: Path, *, command: str) -> Path:
 
 _READING = (
     "Loss is of the anchor on held-out text, in nats a token; perplexity is its exponential. Bytes are those sent for "
-    "parameters or gradients. Time is training and syncing, without start-up, evaluation and saving; computing is the "
-    "share of it in which replica 0 did not wait for others. One run of each: a difference smaller than that between "
-    "two seeds says nothing."
+    "parameters or gradients. Time is training and syncing, without start-up, evaluation and saving (which an elastic "
+    "run counts as waiting); computing is the share of it in which replica 0, in an elastic run the mean island, did "
+    "not wait for others. One run of each: a difference smaller than that between two seeds says nothing."
 )
 
 

@@ -76,10 +76,12 @@ def test_islands_that_went_come_last_and_only_the_newest() -> None:
 
 def test_alarms_waits_and_troubles_are_told() -> None:
     alarm = {"what": "lone commit", "detail": "round 3 has one contributor"}
-    text = shown(known(alarms=[alarm], waiting_for=["island-1"]), trouble="no answer")
+    stalled = known(alarms=[alarm], waiting_for=["island-1"], members=[member(0, state="ready"), member(1)])
+    text = shown(stalled, trouble="no answer")
     assert "alarm: lone commit: round 3" in text
     assert "waiting for: island-1" in text
     assert "no answer" in text
+    assert "waiting for" not in shown(known(waiting_for=["island-0", "island-1"])), "both train"
     away = shown(known(members=[member(0, connected=False)]))
     assert "training, away" in away
 

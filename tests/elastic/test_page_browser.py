@@ -287,7 +287,7 @@ def take_pictures(browser: Browser, folder: Path) -> None:
         browser.wait(lambda text: "2 lost" in text or "lost" in text.split("Events")[0])
         wait_for_status(folder, lambda known: known["round"] >= status["round"] + 4)
         snap(browser, "page-dead-island")
-        browser.wait(lambda text: "finished" in text)
+        browser.wait(lambda text: "finished" in text and "at step 400" in text)
         snap(browser, "page-finished")
 
 

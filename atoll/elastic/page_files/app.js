@@ -9,6 +9,7 @@ const html = window.htm.bind(h);
 const EVERY_MS = 1000;
 const PATIENCE_MS = 6000;
 const GONE_SHOWN = 4;
+const MOMENTS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000, 864000];
 
 // --- asking ---
 
@@ -85,8 +86,10 @@ function condition(state, trouble) {
 function waits(state) {
   const stalls = !state.settled || !state.liveness.length || state.averaging || state.members.some((one) => one.state === "ready");
   if (state.finished || !stalls || !state.waiting_for.length) return "";
-  const more = state.waiting_for.length - 3;
-  return `waits for ${state.waiting_for.slice(0, 3).join(", ")}${more > 0 ? ` and ${more} more` : ""}`;
+  const names = [...new Set(state.waiting_for)];
+  const often = (name) => state.waiting_for.filter((one) => one === name).length;
+  const shown = names.slice(0, 3).map((name) => (often(name) > 1 ? `${often(name)} x ${name}` : name));
+  return `waits for ${shown.join(", ")}${names.length > 3 ? ` and ${names.length - 3} more` : ""}`;
 }
 
 function Header({ state, trouble }) {
@@ -136,12 +139,13 @@ function Notices({ state, trouble }) {
   </div>`;
 }
 
-function stateOf(member) {
-  return !member.connected && member.state !== "lost" && member.state !== "left" ? "away" : member.state;
+function stateOf(member, finished) {
+  if (member.state === "lost" || member.state === "left") return member.state;
+  return finished ? "done" : member.connected ? member.state : "away";
 }
 
 function Island({ member, state, perRound }) {
-  const shown = stateOf(member);
+  const shown = stateOf(member, state.finished);
   const gone = shown === "lost" || shown === "left";
   const whole = Object.values(state.participation).reduce((sum, one) => sum + one, 0);
   const weight = gone ? undefined : state.participation[member.seat];
@@ -176,10 +180,11 @@ const clock = (at) => (at ? new Date(1000 * at).toLocaleTimeString("en-GB") : ""
 
 function Events({ events }) {
   const line = (event) => {
-    const who = event.name || (event.replica === null || event.replica === undefined ? "" : `seat ${event.replica}`);
+    const seat = event.replica === null || event.replica === undefined || event.replica < 0 ? "" : `seat ${event.replica}`;
+    const who = event.name ? html`${event.name} <small>${seat}</small>` : seat;
     const bad = event.kind === "fault" || event.what === "lost" || event.what === "refused";
     return html`<li><time>${clock(event.at)}</time><span class="tag ${bad ? "bad" : ""}">${event.what}</span>
-      <span>${who}${event.round === null || event.round === undefined ? "" : html` <small>round ${event.round}</small>`}
+      <span>${who}${event.round === null || event.round === undefined ? "" : html`<small>${seat ? ", " : " "}round ${event.round}</small>`}
       ${event.detail && html`<em>${event.detail}</em>`}</span></li>`;
   };
   return html`<section class="card" id="events"><h2>Events</h2>
@@ -198,7 +203,7 @@ function Charts({ past, version }) {
   return html`<div class="charts">
     <${Chart} id="by-steps" title="Loss against steps" axis="step" across=${short} format=${nats} data=${bySteps} lines=${loss} version=${version}
       wait="The first losses come with the first steps." />
-    <${Chart} id="by-time" title="Loss against time" axis="time" across=${duration} format=${nats} data=${byTime} lines=${loss} version=${version}
+    <${Chart} id="by-time" title="Loss against time" axis="time" across=${duration} steps=${MOMENTS} format=${nats} data=${byTime} lines=${loss} version=${version}
       wait="The first losses come with the first steps." />
     <${Chart} id="utilisation" title="Utilisation" axis="step" across=${short} format=${(value) => `${number(value)} %`} version=${version}
       data=${together(ofRounds("utilisation", 100))} lines=${[{ label: "trains, of its time", colour: "outer" }]}
@@ -222,8 +227,8 @@ function Run({ state, past, version, trouble }) {
     ${past && html`<${Charts} past=${past} version=${version} />`}
     ${past && html`<${Timeline} rounds=${past.rounds} names=${names} />`}
     ${past && html`<${Events} events=${past.events} />`}
-    <footer>coordinator ${state.coordinator.addresses[0]} · key ${state.coordinator.fingerprint.slice(0, 16)} · up ${duration(state.coordinator.uptime_s)}
-      · anchor ${state.digest.slice(0, 12) || "–"}</footer>
+    <footer>${[`coordinator ${state.coordinator.addresses[0]}`, `key ${state.coordinator.fingerprint.slice(0, 16)}`,
+      `up ${duration(state.coordinator.uptime_s)}`, `anchor ${state.digest.slice(0, 12) || "–"}`].join(" · ")}</footer>
   </main>`;
 }
 

@@ -23,8 +23,8 @@ export const bytes = (value) => (value === null || value === undefined ? "–" :
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
-  if (seconds < 0.0995) return `${Math.round(1000 * seconds)} ms`;
-  if (seconds < 59.5) return `${number(seconds, seconds < 9.95 ? 1 : 0)} s`;
+  if (seconds > 0 && seconds < 0.0995) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 59.5) return `${number(seconds, seconds < 9.95 && seconds % 1 ? 1 : 0)} s`;
   const minutes = Math.round(seconds / 60);
   if (minutes < 60) return `${Math.floor(seconds / 60)}m${String(Math.floor(seconds % 60)).padStart(2, "0")}s`;
   if (minutes < 48 * 60) return `${Math.floor(minutes / 60)}h${String(minutes % 60).padStart(2, "0")}m`;
@@ -37,10 +37,10 @@ const FEW = 40; // points that are told apart
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-function axis(format, size) {
-  const line = { stroke: colour("line"), width: 1 };
+function axis(format, size, filter) {
+  const line = { stroke: colour("line"), width: 1, filter };
   return {
-    stroke: colour("soft"), grid: line, ticks: line, size, font: "12px system-ui, sans-serif",
+    stroke: colour("soft"), grid: line, ticks: line, size, filter, font: "12px system-ui, sans-serif",
     values: (_, splits) => splits.map((value) => (value === null ? "" : format(value))),
   };
 }
@@ -59,7 +59,7 @@ function options(props, width) {
   return {
     width, height: 230, padding: [10, 12, 0, 0], cursor: { y: false, drag: { x: false, y: false } },
     scales: { x: { time: false }, y: props.scale || {} },
-    axes: [{ ...axis(props.across, 34), space: 70 }, { ...axis(props.format, 58), space: 34, filter: props.filter }],
+    axes: [{ ...axis(props.across, 34), space: 70, incrs: props.steps }, { ...axis(props.format, 58, props.filter), space: 34 }],
     series: [{ label: props.axis, value: shown(props.across) }, ...lines],
   };
 }
@@ -141,7 +141,7 @@ function Lane({ name, found, from, to }) {
     const title = `${name}: ${PARTS.find(([key]) => key === part)[1]}, ${duration(stop - start)}`;
     return html`<i class="box ${part}" style=${style} title=${title}></i>`;
   };
-  return html`<div class="lane"><span class="who">${name}</span><div class="track">${found.map(box)}</div></div>`;
+  return html`<div class="lane"><span class="who" title=${name}>${name}</span><div class="track">${found.map(box)}</div></div>`;
 }
 
 export function Timeline({ rounds, names }) {
@@ -153,7 +153,7 @@ export function Timeline({ rounds, names }) {
   }
   const seats = [...new Set(last.flatMap((round) => Object.keys(round.islands)))].sort((a, b) => a - b);
   const lanes = seats.map((seat) => [
-    names[seat] || `seat ${seat}`,
+    `${seat} ${names[seat] || ""}`,
     last.flatMap((round) => (round.islands[seat] ? boxes(round, round.islands[seat]) : [])),
   ]);
   const all = lanes.flatMap(([, found]) => found);
@@ -171,6 +171,6 @@ export function Timeline({ rounds, names }) {
         ${marks.map((round) => html`<b class="mark" style=${at(round.at)}><u>${round.round}</u></b>`)}</div></div>
     </div>
     <p class="legend">${PARTS.map(([part, text]) => html`<span><i class="key ${part}"></i>${text}</span>`)}
-      <span class="span">${duration(to - from)} in all</span></p>
+      <span>blank: lands the round, evaluates, saves</span><span class="span">${duration(to - from)} in all</span></p>
   </section>`;
 }
