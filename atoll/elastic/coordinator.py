@@ -58,6 +58,7 @@ ADDRESS_FILE, FOLDER, IDENTITY, MEMBERS, OPERATOR_TOKEN = (
 HELLO_S = 5.0  # for the first message of a connection
 LINGER_S = 10.0  # at the end, for members that are away to come back and read that it is the end
 EVALUATE_S = 600.0  # at the end, for members that are here to evaluate the last anchor
+LAST_LOOK_S = 0.3  # at the end, for a page that is open to show how it ended
 OPERATOR_LIFETIME_S = 10 * 365 * 86400.0
 MAX_LIFETIME_S = 366 * 86400.0
 MAX_NOTE = 80
@@ -159,6 +160,8 @@ class Coordinator:
                 await asyncio.sleep(0.02)
         finally:
             self._driver.give_up_evaluations()
+        if self._page.is_watched():
+            await asyncio.sleep(LAST_LOOK_S)
         return code
 
     def _patience_s(self, code: int) -> float:
@@ -182,6 +185,7 @@ class Coordinator:
         _claim(log, rules.settings_digest, folder=service.folder)
         secret = hashlib.sha256(b"tickets" + self._identity.key).digest()
         self._driver = Driver(_restore(rules, log, secret), log, service)
+        self._page = self._make_page()
 
     async def _listen(self, stack: AsyncExitStack, place: Place) -> SecureServer:
         _allow_many_connections()
@@ -256,7 +260,7 @@ class Coordinator:
         app.router.add_post("/v1/tokens/revoke", self._post_revoke)
         app.router.add_post("/v1/stop", self._post_stop)
         app.router.add_get("/metrics", self._get_metrics)
-        add_page(app, self._page())
+        add_page(app, self._page)
         return app
 
     def _authorise(self, request: web.Request, *roles: str) -> TokenInfo:
@@ -294,7 +298,7 @@ class Coordinator:
         self._authorise(request, OPERATOR, WATCH)
         return web.Response(body=exposition(self.status()), headers={"Content-Type": EXPOSITION})
 
-    def _page(self) -> OwnPage:
+    def _make_page(self) -> OwnPage:
         return OwnPage(
             self._tokens,
             key=hashlib.sha256(b"sessions" + self._identity.key).digest(),

@@ -53,6 +53,7 @@ HEADERS = {
 }
 MAX_LOGIN_BYTES = 4096
 SESSION_S = 12 * 3600.0
+WATCHED_S = 3.0
 SEES = (OPERATOR, WATCH)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -116,6 +117,11 @@ class OwnPage:
         self._status = status
         self._history = history
         self._admit = admit
+        self._shown_at = 0.0
+
+    def is_watched(self) -> bool:
+        """Whether somebody looked within the last seconds."""
+        return self._clock() < self._shown_at + WATCHED_S
 
     def log_in(self, given: str) -> str:
         info = self._tokens.check(bearer_of(given))
@@ -128,6 +134,7 @@ class OwnPage:
             _refuse_other_roles(self._tokens.check(bearer_of(request.headers["Authorization"])))
         else:
             self._check_cookie(request.cookies.get(self.cookie, ""))
+        self._shown_at = self._clock()
         self._admit(request)
 
     async def state(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ const { useEffect, useState } = window.preactHooks;
 const html = window.htm.bind(h);
 
 const EVERY_MS = 1000;
+const AT_THE_END_MS = 100;
 const PATIENCE_MS = 6000;
 const GONE_SHOWN = 4;
 const MOMENTS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000, 864000];
@@ -64,7 +65,8 @@ function follow(show) {
     } finally {
       busy = false;
     }
-    if (!over) timer = setTimeout(look, document.hidden ? 10 * EVERY_MS : EVERY_MS);
+    const wait = finished ? AT_THE_END_MS : EVERY_MS; // the last evaluation comes moments before the coordinator goes
+    if (!over) timer = setTimeout(look, document.hidden ? 10 * EVERY_MS : wait);
   }
   look();
   const wake = () => { if (!document.hidden && !over) { clearTimeout(timer); look(); } };
@@ -182,8 +184,9 @@ function Events({ events }) {
   const line = (event) => {
     const seat = event.replica === null || event.replica === undefined || event.replica < 0 ? "" : `seat ${event.replica}`;
     const who = event.name ? html`${event.name} <small>${seat}</small>` : seat;
-    const bad = event.kind === "fault" || event.what === "lost" || event.what === "refused";
-    return html`<li><time>${clock(event.at)}</time><span class="tag ${bad ? "bad" : ""}">${event.what}</span>
+    const again = event.what === "void";
+    const bad = (event.kind === "fault" && !again) || event.what === "lost" || event.what === "refused";
+    return html`<li><time>${clock(event.at)}</time><span class="tag ${bad ? "bad" : ""}">${again ? "tried again" : event.what}</span>
       <span>${who}${event.round === null || event.round === undefined ? "" : html`<small>${seat ? ", " : " "}round ${event.round}</small>`}
       ${event.detail && html`<em>${event.detail}</em>`}</span></li>`;
   };

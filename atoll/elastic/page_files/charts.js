@@ -38,9 +38,10 @@ const FEW = 40; // points that are told apart
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 function axis(format, size, filter) {
-  const line = { stroke: colour("line"), width: 1, filter };
+  const only = filter ? { filter } : {}; // uPlot takes what is undefined for a wish
+  const line = { stroke: colour("line"), width: 1, ...only };
   return {
-    stroke: colour("soft"), grid: line, ticks: line, size, filter, font: "12px system-ui, sans-serif",
+    ...only, stroke: colour("soft"), grid: line, ticks: line, size, font: "12px system-ui, sans-serif",
     values: (_, splits) => splits.map((value) => (value === null ? "" : format(value))),
   };
 }
@@ -59,7 +60,7 @@ function options(props, width) {
   return {
     width, height: 230, padding: [10, 12, 0, 0], cursor: { y: false, drag: { x: false, y: false } },
     scales: { x: { time: false }, y: props.scale || {} },
-    axes: [{ ...axis(props.across, 34), space: 70, incrs: props.steps }, { ...axis(props.format, 58, props.filter), space: 34 }],
+    axes: [{ ...axis(props.across, 34), space: 70, ...(props.steps ? { incrs: props.steps } : {}) }, { ...axis(props.format, 58, props.filter), space: 34 }],
     series: [{ label: props.axis, value: shown(props.across) }, ...lines],
   };
 }
