@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 Status = Mapping[str, Any]
+MEMBER_EVENTS = "joined lost left refused carried".split()
 STATES = "training ready averaging syncing benched lost left".split()
 
 
@@ -63,9 +64,11 @@ def _states(status: Status) -> Iterator[tuple[tuple[str, ...], float | None]]:
         yield (state,), float(states.count(state))
 
 
-def _counts(key: str) -> Callable[[Status], Iterator[tuple[tuple[str, ...], float | None]]]:
+def _counts(key: str, *known: str) -> Callable[[Status], Iterator[tuple[tuple[str, ...], float | None]]]:
+    """Those that are known beforehand begin at 0, so that the first of them is seen as an increase."""
+
     def values(status: Status) -> Iterator[tuple[tuple[str, ...], float | None]]:
-        for what, count in sorted(status["summary"][key].items()):
+        for what, count in sorted((dict.fromkeys(known, 0) | status["summary"][key]).items()):
             yield (printable(what),), float(count)
 
     return values
@@ -118,8 +121,10 @@ LABELLED = (
     Labelled("atoll_island_step", "Inner steps of its round.", ISLAND, _of_members("step")),
     Labelled("atoll_island_link_bytes_per_second", "At which it last sent.", ISLAND, _of_members("link_bytes_per_s")),
     Labelled("atoll_island_silence_seconds", "Since it was last heard.", ISLAND, _of_members("seen_s_ago")),
-    Labelled("atoll_member_events_total", "Islands that joined, left, ...", ("what",), _counts("members")),
-    Labelled("atoll_faults_total", "Faults, by kind.", ("what",), _counts("faults")),
+    Labelled(
+        "atoll_member_events_total", "Islands that joined, left, ...", ("what",), _counts("members", *MEMBER_EVENTS)
+    ),
+    Labelled("atoll_faults_total", "Faults, by kind.", ("what",), _counts("faults", "void")),
 )
 
 NAMES = tuple(row.name for row in (*ROWS, *LABELLED))

@@ -6,6 +6,7 @@ With ATOLL_PICTURES=1 the pictures of docs/seeing.md are made anew, from a real 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import shutil
@@ -172,19 +173,18 @@ def test_the_page_shows_the_run_and_loads_nothing_from_elsewhere(browser: Browse
         browser.wait(lambda text: "7 / 20" in text)  # of itself
 
 
-@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_nothing_sticks_out_at_any_width(browser: Browser, tmp_path: Path, size: tuple[int, int], dark: bool) -> None:
+def test_nothing_sticks_out_at_any_width(browser: Browser, tmp_path: Path) -> None:
     with live(tmp_path, num_rounds=20) as run, two_islands(run) as islands:
         make_rounds(islands, range(1, 4))
-        browser.see(size, dark=dark)
         browser.driver.get(address(run))
         browser.enter(run.token_line("watch"))
         browser.wait(lambda text: "3 / 20" in text and "Last rounds" in text)
-        assert browser.ask("document.documentElement.scrollWidth") <= size[0]
-        back = browser.ask("getComputedStyle(document.body).backgroundColor")
-        brightness = sum(int(part) for part in back.strip("rgb()").split(","))
-        assert (brightness < 300) == dark
+        for size, dark in itertools.product([LAPTOP, PHONE], [False, True]):
+            browser.see(size, dark=dark)
+            browser.wait(lambda text, width=size[0]: browser.ask("document.documentElement.scrollWidth") <= width)
+            back = browser.ask("getComputedStyle(document.body).backgroundColor")
+            brightness = sum(int(part) for part in back.strip("rgb()").split(","))
+            assert (brightness < 300) == dark
 
 
 def test_a_wrong_token_is_told_and_the_right_one_opens(browser: Browser, tmp_path: Path) -> None:
