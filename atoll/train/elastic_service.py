@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,15 @@ def last_round(path: Path) -> int:
 
 
 def past_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a metrics.jsonl but for inner steps, which are by far the most; a torn last line is left out."""
+    """The events of a metrics.jsonl but for inner steps, which are by far the most.
+
+    Only what is shown to people comes from them: a line that was torn when its writer died stops no coordinator.
+    """
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n") and not line.startswith(b'{"event": "step"'):
-                yield json.loads(line)
+            if not line.startswith(b'{"event": "step"'):
+                with suppress(ValueError):
+                    yield json.loads(line)
 
 
 def round_scalars(event: Mapping[str, Any]) -> dict[str, float]:

@@ -105,6 +105,15 @@ def test_status_without_a_terminal_is_printed_once(atoll, tmp_path: Path) -> Non
         assert {"summary", "name", "members", "coordinator", "round"} <= keys.keys()
 
 
+def test_a_token_to_watch_is_made_and_shows_the_run(atoll, refused, tmp_path: Path) -> None:
+    path = tmp_path / "watch.token"
+    with running(tmp_path / "run"):
+        path.write_text(atoll("token", "create", tmp_path / "run", "--role", "watch").out)
+        assert json.loads(atoll("status", f"@{path}", "--json").out)["round"] == 0
+        assert "this run is of" not in atoll("join", f"@{path}").err
+        assert "is for watch" in atoll("join", f"@{path}").err
+
+
 class Terminal:
     """A command on a terminal of its own."""
 

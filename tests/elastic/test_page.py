@@ -128,6 +128,20 @@ def test_a_session_changes_nothing(run: Running) -> None:
         assert ask(run, "POST", path, body={}, Cookie=cookie).status == 401
 
 
+def test_what_happened_before_a_restart_is_still_shown(tmp_path: Path) -> None:
+    kept = Kept()
+    with running(tmp_path, kept) as run:
+        islands = [Talker(run.token(), number) for number in range(2)]
+        with talking(*islands):
+            settle(islands)
+            make_round(islands, 1, "anchor-0", "anchor-1")
+            wait_until(lambda: run.status()["round"] == 1)
+    with running(tmp_path, kept, past=lambda: list(kept.events)) as run:
+        past = json.loads(ask(run, "GET", "/page/history", Cookie=log_in(run)).text)
+        assert [round["round"] for round in past["rounds"]] == [1]
+        assert run.status()["summary"]["tokens"] == 20
+
+
 # --- sessions ---
 
 

@@ -105,6 +105,7 @@ export function together(...lines) {
 
 // --- the timeline ---
 
+const MOST_LANES = 24;
 export const PARTS = [
   ["train", "training"], ["wait", "waits for others"], ["meet", "connects"], ["encode", "encodes, adds up"],
   ["send", "sends, receives"], ["outer", "outer step"], ["agree", "waits for the commit"],
@@ -152,7 +153,8 @@ export function Timeline({ rounds, names }) {
   if (!last.length) {
     return html`<section class="card" id="timeline"><h2>Last rounds</h2><p class="empty">Nothing is committed yet.</p></section>`;
   }
-  const seats = [...new Set(last.flatMap((round) => Object.keys(round.islands)))].sort((a, b) => a - b);
+  const every = [...new Set(last.flatMap((round) => Object.keys(round.islands)))].sort((a, b) => a - b);
+  const seats = every.slice(0, MOST_LANES);
   const lanes = seats.map((seat) => [
     `${seat} ${names[seat] || ""}`,
     last.flatMap((round) => (round.islands[seat] ? boxes(round, round.islands[seat]) : [])),
@@ -172,6 +174,7 @@ export function Timeline({ rounds, names }) {
         ${marks.map((round) => html`<b class="mark" style=${at(round.at)}><u>${round.round}</u></b>`)}</div></div>
     </div>
     <p class="legend">${PARTS.map(([part, text]) => html`<span><i class="key ${part}"></i>${text}</span>`)}
-      <span>blank: lands the round, evaluates, saves</span><span class="span">${duration(to - from)} in all</span></p>
+      <span>blank: lands the round, evaluates, saves</span>
+      <span class="span">${every.length > seats.length ? `${every.length - seats.length} more islands, ` : ""}${duration(to - from)} in all</span></p>
   </section>`;
 }
