@@ -16,7 +16,8 @@ from atoll.elastic.page_watch import finite
 from atoll.elastic.wire import printable
 
 MOST_POINTS = 400  # of a curve
-RECENT_ROUNDS = 24  # that are kept in full
+RECENT_ROUNDS = 24  # that are kept in full,
+MOST_TRACKS = 32  # with the times of so many islands
 PACE_ROUNDS = 8  # over which pace and utilisation are taken
 MOST_EVENTS = 200
 
@@ -160,7 +161,7 @@ class History:
             "weights": event.get("weights") or {},
             "refused": event.get("refused") or [],
             "voids": event.get("voids") or 0,
-            "islands": islands,
+            "islands": dict(sorted(islands.items(), key=lambda pair: int(pair[0]))[:MOST_TRACKS]),
         }
         self._add_loss(event, at)
         self._round, self._at = event["round"], at

@@ -114,7 +114,7 @@ def _track(seen: _Seen, payload: Mapping[str, Any], now: float) -> dict[str, Any
     if reached is not None and reached.attempt == payload["attempt"]:
         track |= {"reached_s": now - seen.reached_at, "wire_s": reached.wire_s, "sent_bytes": reached.payload_bytes}
         track |= {"meet_s": reached.meet_s, "send_s": reached.send_s, "outer_s": reached.outer_s}
-    return track
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in track.items()}
 
 
 def _is_in(payload: Mapping[str, Any], seat: str) -> bool:
