@@ -802,8 +802,8 @@ class _Attempt:
 def _smooth(before: float | None, loss: float) -> float:
     """The losses of the last ten steps or so, for people; one that is no number is forgotten with the next.
 
-    >>> _smooth(None, 4.0), _smooth(4.0, 3.0), _smooth(float("nan"), 3.0)
-    (4.0, 3.9, 3.0)
+    >>> _smooth(None, 4.0), _smooth(10.0, 0.0), _smooth(float("nan"), 3.0)
+    (4.0, 9.0, 3.0)
     """
     return loss if before is None or not math.isfinite(before) else 0.9 * before + 0.1 * loss
 
