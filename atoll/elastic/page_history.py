@@ -16,6 +16,7 @@ from atoll.elastic.page_watch import finite
 from atoll.elastic.wire import printable
 
 MOST_POINTS = 400  # of a curve
+MOST_TOKENS = 2.0**53  # that are believed of a round
 RECENT_ROUNDS = 24  # that are kept in full,
 MOST_TRACKS = 32  # with the times of so many islands
 PACE_ROUNDS = 8  # over which pace and utilisation are taken
@@ -94,7 +95,7 @@ class History:
 
     def note(self, event: Event) -> None:
         """A line of the run's metrics.jsonl."""
-        handler = self._handlers.get(event["event"])
+        handler = self._handlers.get(event.get("event", ""))
         if handler is not None:
             handler(event)
             self.version += 1
@@ -146,7 +147,7 @@ class History:
     def _note_round(self, event: Event) -> None:
         """Anything may be missing in lines that an earlier version wrote."""
         at, islands = event.get("at"), event.get("islands") or {}
-        tokens = sum((event.get("weights") or {}).values())
+        tokens = min(sum((event.get("weights") or {}).values()), MOST_TOKENS)
         self._count_round(event, tokens)
         about = {
             "round": event["round"],

@@ -6,14 +6,14 @@ island   ── train ──▶ Ready ─ wait ─ Go ─ meet, encode, send, ou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atoll.elastic.messages import Beat, FromMember, Reached, Ready
 
 MOST_MEMBERS = 1024  # that are remembered
+LARGEST_LOSS, LONGEST_S = 1e9, 1e9
 
 
 @dataclass
@@ -55,10 +55,11 @@ class Watch:
         elif isinstance(message, Ready):
             if seen.ready is None or seen.ready.round != message.round:
                 seen.offered_at = now
-            seen.ready = message
+            seen.ready = replace(message, inner_s=_seconds(message.inner_s), loss=finite(message.loss))
         else:
-            seen.reached, seen.reached_at = message, now
-            seen.rate = _rate(message)
+            times = {name: _seconds(getattr(message, name)) for name in ("wire_s", "meet_s", "send_s", "outer_s")}
+            seen.reached, seen.reached_at = replace(message, **times), now
+            seen.rate = _rate(seen.reached)
 
     def about(self, member: str) -> dict[str, Any]:
         """For the member's line in a status: its last loss and the rate of its link."""
@@ -81,7 +82,7 @@ class Watch:
             "exposed_s": _mean(now - seen.offered_at for seen in counted) or 0.0,
             "inner_s": _mean(seen.ready.inner_s for seen in counted if seen.ready) or 0.0,
             "idle_s": _mean(seen.idle_s for seen in counted),
-            "loss": _mean(finite(seen.ready.loss) for seen in counted if seen.ready),
+            "loss": _mean(seen.ready.loss for seen in counted if seen.ready),
             "data_parallel_bytes": sum(_plain_bytes(seen, payload) for seen in counted),
             "islands": tracks,
         }
@@ -96,12 +97,17 @@ class Watch:
 
 
 def finite(value: float | None) -> float | None:
-    """`value` where it is a number.
+    """A loss where it is a number that a loss can be: sums of what is left do not overflow.
 
-    >>> finite(2.5), finite(float("nan")), finite(None)
-    (2.5, None, None)
+    >>> finite(2.5), finite(float("nan")), finite(1e300), finite(None)
+    (2.5, None, None, None)
     """
-    return value if value is not None and math.isfinite(value) else None
+    return value if value is not None and abs(value) < LARGEST_LOSS else None
+
+
+def _seconds(told: float) -> float:
+    """A time as an island tells it, which may be any number."""
+    return min(max(0.0, told), LONGEST_S)
 
 
 def _track(seen: _Seen, payload: Mapping[str, Any], now: float) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def _track(seen: _Seen, payload: Mapping[str, Any], now: float) -> dict[str, Any
     ready, reached = seen.ready, seen.reached
     if ready is not None and _offers(seen, payload["round"]):
         track |= {"offered_s": now - seen.offered_at, "train_s": ready.inner_s, "steps": ready.steps}
-        track |= {"idle_s": seen.idle_s, "loss": finite(ready.loss)}
+        track |= {"idle_s": seen.idle_s, "loss": ready.loss}
     if reached is not None and reached.attempt == payload["attempt"]:
         track |= {"reached_s": now - seen.reached_at, "wire_s": reached.wire_s, "sent_bytes": reached.payload_bytes}
         track |= {"meet_s": reached.meet_s, "send_s": reached.send_s, "outer_s": reached.outer_s}

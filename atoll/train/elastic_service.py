@@ -100,7 +100,9 @@ def past_events(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.startswith(b'{"event": "step"'):
                 with suppress(ValueError):
-                    yield json.loads(line)
+                    event = json.loads(line)
+                    if isinstance(event, dict):
+                        yield event
 
 
 def round_scalars(event: Mapping[str, Any]) -> dict[str, float]:

@@ -6,9 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from atoll.elastic.messages import Beat
+from atoll.elastic.messages import Beat, Reached, Ready
 from atoll.elastic.page_history import MOST_EVENTS, MOST_POINTS, RECENT_ROUNDS, Curve, History
+from atoll.elastic.page_watch import Watch
 
 
 def history(num_rounds: int = 10) -> History:
@@ -117,6 +120,31 @@ def test_islands_tell_of_their_loss_between_rounds_and_a_broken_one_is_left_out(
     past.beat(Beat(0, 0.0), at=3.0)
     assert past.plain()["training"] == [[3, 1.0, 4.0]]
     assert past.version == before + 1
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(numbers, numbers, numbers, st.floats(), counts, counts)
+def test_whatever_islands_claim_is_shown_as_json_that_browsers_read(
+    weight: float, seconds: float, more: float, loss: float, steps: int, size: int
+) -> None:
+    watch, past = Watch(), history()
+    for number in (1, 2, 3):
+        for member in "ab":
+            watch.heard(member, Beat(steps, seconds, loss), 1.0)
+            past.beat(Beat(steps, seconds, loss), 1.0)
+            ready = Ready(number, "", weight, 1.0, True, steps, inner_s=seconds, loss=loss)
+            reached = Reached(number, number, "d", payload_bytes=size, wire_s=more, meet_s=seconds, step_bytes=size)
+            watch.heard(member, ready, 2.0 * number)
+            watch.heard(member, reached, 2.0 * number + 1)
+        payload = {"round": number, "attempt": number, "members": {0: "a", 1: "b"}, "weights": {0: weight, 1: weight}}
+        told = watch.round(payload, 2.0 * number + 1)
+        about = {"event": "round", "round": number, "step": 10 * number, "at": 2.0 * number, "wire_bytes": 2 * size}
+        past.note(about | {"weights": {"0": weight, "1": weight}} | told)
+    for shown in (past.plain(), past.summary(8.0), watch.about("a")):
+        json.dumps(shown, allow_nan=False)
 
 
 def test_a_strangers_name_is_fit_to_be_shown() -> None:

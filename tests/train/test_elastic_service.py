@@ -16,7 +16,7 @@ from atoll.train.elastic_service import past_events
 def test_events_of_earlier_starts_are_read_without_steps_and_without_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"event": "step", "step": 1}, {"event": "member", "what": "joined"}, {"event": "round", "round": 1}]
-    torn = '{"event": "mem{"event": "step", "step": 2}\n'
+    torn = "12\n" + '{"event": "mem{"event": "step", "step": 2}\n'
     path.write_text(torn + "".join(json.dumps(line) + "\n" for line in lines) + '{"event": "round", "rou')
     assert [event["event"] for event in past_events(path)] == ["member", "round"]
 
