@@ -147,7 +147,7 @@ class History:
     def _note_round(self, event: Event) -> None:
         """Anything may be missing in lines that an earlier version wrote."""
         at, islands = event.get("at"), event.get("islands") or {}
-        tokens = min(sum((event.get("weights") or {}).values()), MOST_TOKENS)
+        tokens = min(max(0.0, sum((event.get("weights") or {}).values())), MOST_TOKENS)
         self._count_round(event, tokens)
         about = {
             "round": event["round"],

@@ -57,8 +57,7 @@ class Watch:
                 seen.offered_at = now
             seen.ready = replace(message, inner_s=_seconds(message.inner_s), loss=finite(message.loss))
         else:
-            times = {name: _seconds(getattr(message, name)) for name in ("wire_s", "meet_s", "send_s", "outer_s")}
-            seen.reached, seen.reached_at = replace(message, **times), now
+            seen.reached, seen.reached_at = _believable(message), now
             seen.rate = _rate(seen.reached)
 
     def about(self, member: str) -> dict[str, Any]:
@@ -103,6 +102,16 @@ def finite(value: float | None) -> float | None:
     (2.5, None, None, None)
     """
     return value if value is not None and abs(value) < LARGEST_LOSS else None
+
+
+def _believable(reached: Reached) -> Reached:
+    return replace(
+        reached,
+        wire_s=_seconds(reached.wire_s),
+        meet_s=_seconds(reached.meet_s),
+        send_s=_seconds(reached.send_s),
+        outer_s=_seconds(reached.outer_s),
+    )
 
 
 def _seconds(told: float) -> float:
