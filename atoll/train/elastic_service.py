@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import atoll
-from atoll.elastic.coordinator import Service, run_coordinator
+from atoll.elastic.coordinator import Coordinator, Service, run_coordinator
 from atoll.elastic.evaluations import Evaluation
 from atoll.elastic.membership import Rules
 from atoll.elastic.tokens import JOIN
@@ -61,6 +62,10 @@ def serve_run(
         if event["event"] == "round":
             trackers.log(round_scalars(event), event["step"])
 
+    def begun(coordinator: Coordinator) -> None:
+        started(coordinator.create_token(JOIN, note="first"))
+        say(f"to watch it: atoll status {shlex.quote(str(folder))}, or in a browser with --page")
+
     with MetricsWriter(folder / METRICS) as metrics, _Trackers(config) as trackers:
         service = Service(
             settings=config.model_dump(exclude_none=True),
@@ -76,9 +81,7 @@ def serve_run(
             say=say,
             allow_public=allow_public,
         )
-        return run_coordinator(
-            service, started=lambda coordinator: started(coordinator.create_token(JOIN, note="first"))
-        )
+        return run_coordinator(service, started=begun)
 
 
 def last_round(path: Path) -> int:
