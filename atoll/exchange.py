@@ -102,10 +102,12 @@ class Traffic:
 
     payload_bytes: bytes this replica sent to others for parameters (control messages excluded).
     gram: (M, M) fp64, inner products of the contributions of the M replicas, or None where the codes do not allow it.
+    waited_s: seconds in which nothing was done but wait for the network; 0 where there is none.
     """
 
     payload_bytes: int = 0
     gram: Tensor | None = field(default=None)
+    waited_s: float = 0.0
 
 
 def slice_bounds(numel: int, num_replicas: int) -> list[int]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from atoll.cli.status import status
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,16 +47,20 @@ def coordinator(args: tuple[str, ...], host: str, allow_public_network: bool) ->
 
     config = build_config(settings_from(args) | {"elastic": True})
     _claim_folder(config)
+    from atoll.elastic.coordinator import INTERRUPTED
     from atoll.train.elastic_service import serve_run
 
     folder = Path(config.output_dir)
-    return serve_run(
+    code = serve_run(
         config,
         host=host,
         port=config.port,
         allow_public=allow_public_network,
         started=lambda token: _hand_out(token, folder),
     )
+    if code != INTERRUPTED:  # then the run goes on with the next start
+        _report(folder, args, replicas=config.replicas)
+    return code
 
 
 @click.command(context_settings=HELP, short_help="Bring this machine into a run.")
@@ -82,25 +88,6 @@ def join(token: str | None, output_dir: str, device: str, threads: int) -> None:
     train_in(line, output_dir=output_dir, device=device, threads=threads)
 
 
-@click.command(context_settings=HELP, short_help="How a run between machines is doing.")
-@click.argument("run", default="runs/default")
-@click.option("--json", "as_json", is_flag=True, help="All that is known, as one JSON object.")
-def status(run: str, as_json: bool) -> None:
-    """Show the islands of RUN: the folder of a run whose coordinator is on this machine, or a token.
-
-    \b
-    atoll status runs/shared
-    atoll status @token.txt --json
-    """
-    from atoll.elastic.link import fetch_status
-
-    known = fetch_status(_token_of(run))
-    if as_json:
-        click.echo(json.dumps(known))
-    else:
-        _show(known)
-
-
 @click.group(context_settings=HELP, short_help="Who may join a run: create, list, revoke.")
 def token() -> None:
     """Tokens let islands into a run. RUN is the folder of a run whose coordinator is running on this machine.
@@ -116,9 +103,11 @@ def token() -> None:
 @click.argument("run")
 @click.option("--hours", default=24.0, show_default=True, help="How long it lets in; members it let in may stay.")
 @click.option("--note", default="", help="Whom it is for; shown by atoll token list.")
-@click.option("--role", type=click.Choice(["join", "operator"]), default="join", show_default=True)
+@click.option("--role", type=click.Choice(["join", "operator", "watch"]), default="join", show_default=True)
 def create_token(run: str, hours: float, note: str, role: str) -> None:
     """Print a new token for RUN and nothing else. Whoever has it can join: hand it over as you would a password.
+
+    A token to watch can read status, page and metrics, and do nothing else.
 
     \b
     atoll token create runs/shared > token.txt
@@ -225,6 +214,15 @@ def _claim_folder(config: Any) -> None:
     write_config_file(config, folder / CONFIG)
 
 
+def _report(folder: Path, args: tuple[str, ...], *, replicas: int) -> None:
+    from atoll.train.console import print_line
+    from atoll.train.report import report_run
+
+    command = shlex.join(["atoll", "coordinator", *args])
+    path = report_run(folder, command=f"{command}\natoll join TOKEN  # on {replicas} machines or more")
+    print_line(f"report: {path}")
+
+
 def _hand_out(line: str, folder: Path) -> None:
     """Say how to join. The token itself goes to a terminal only: other output may be kept as a log."""
     from atoll.elastic.certs import write_private
@@ -242,42 +240,6 @@ def _hand_out(line: str, folder: Path) -> None:
 
 
 # --- tables ---
-
-
-def _show(known: dict[str, Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    finished = known["finished"]
-    live, breadth = len(known["liveness"]), known["breadth"]
-    _print(
-        f"round {known['round']}/{known['num_rounds']} | {live} islands here | {breadth:.0%} of them in the last mean"
-    )
-    table = Table("seat", "island", "state", "round", "step", "tok/s", "tokens", "heard of", box=None, pad_edge=False)
-    for member in known["members"]:
-        table.add_row(*map(Text, _member_cells(member)))
-    _print(table)
-    for alarm in known["alarms"]:
-        _print(f"alarm: {alarm['what']}: {alarm['detail']}")
-    if finished:
-        _print(f"over, with exit code {finished['exit_code']} {finished['why']}".rstrip())
-    elif known["waiting_for"]:
-        _print(f"waiting for: {', '.join(known['waiting_for'])}")
-
-
-def _member_cells(member: dict[str, Any]) -> list[str]:
-    from atoll.elastic.wire import printable
-
-    return [
-        str(member["seat"]),
-        printable(str(member["name"]), limit=40),
-        str(member["state"]),
-        str(member["round"]),
-        str(member["step"]),
-        f"{member['tokens_per_s']:,.0f}",
-        f"{member['tokens']:,.0f}",
-        f"{member['seen_s_ago']:.1f} s ago",
-    ]
 
 
 def _token_table(tokens: list[dict[str, Any]]) -> Table:

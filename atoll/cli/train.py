@@ -57,11 +57,9 @@ def run_in_this_process(config: TrainConfig) -> None:
 
 
 def _conclude(config: TrainConfig, *, command: str) -> None:
-    from atoll.train.report import write_report
-    from atoll.train.summary import summarise
+    from atoll.train.report import report_run
 
     run_dir = Path(config.output_dir)
-    report = write_report({run_dir.name: summarise(run_dir)}, run_dir, command=command)
-    print_line(f"report: {report}")
+    print_line(f"report: {report_run(run_dir, command=command)}")
     prompt = "def " if config.data.source == "python" else "The "
     print_line(f"next: atoll generate {shlex.quote(str(run_dir))} -p {shlex.quote(prompt)}")

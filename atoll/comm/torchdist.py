@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,6 +115,7 @@ class _Wire:
         self.replica = self._group.rank()
         self.peers = [peer for peer in range(self.num_replicas) if peer != self.replica]
         self.timeout_s = timeout_s
+        self.waited_s = 0.0
         self._on_device = self._group.name() == "nccl"
         on_device = self._on_device
         self.control_device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
@@ -172,12 +174,14 @@ class _Pending:
     def wait(self) -> None:
         """Until all have arrived or left; raises `TransportError`."""
         timeout = timedelta(seconds=self.wire.timeout_s)
+        began = time.perf_counter()
         one_each = len(self.works) == len(self.peers)  # gloo; NCCL has one handle for all
         for number, work in enumerate(self.works):
             try:
                 work.wait(timeout)
             except RuntimeError as error:
                 raise self.wire.failure(self.what, [self.peers[number]] if one_each else self.peers, error) from error
+        self.wire.waited_s += time.perf_counter() - began
         self.works = []
 
 
@@ -299,6 +303,7 @@ class TorchDistFlight:
         self._exchanges = enumerate(exchanges)
         self._lag = lag
         self._beats = 0
+        self._waited_before = wire.waited_s
         self._running: deque[_Course] = deque()
         self._ready: deque[tuple[Tensor, State]] = deque()
         self._lanes: list[_Lane] = []
@@ -344,7 +349,8 @@ class TorchDistFlight:
         if self._gram is None and not self._gathers:
             parts = _Course(self._lane(_GRAM, "inner products").gather(self._partial_gram())).finish()
             self._gram = torch.stack(parts).sum(0).cpu()
-        return Traffic(sum(lane.sent_bytes for lane in self._lanes), self._gram)
+        sent_bytes = sum(lane.sent_bytes for lane in self._lanes)
+        return Traffic(sent_bytes, self._gram, self._wire.waited_s - self._waited_before)
 
     # --- the array
 

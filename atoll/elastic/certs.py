@@ -29,6 +29,7 @@ CERTIFICATE, KEY = "certificate.pem", "key.pem"
 VALID_FROM = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 VALID_UNTIL = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
 
+SERVER_NAME = "atoll"
 WRONG_KEY = "this is another host's key"
 
 
@@ -52,6 +53,8 @@ def make_identity(name: str) -> Identity:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+    # The one thing that trusts by a name is a scraper that is given this certificate as its authority.
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
     certificate = builder.not_valid_before(VALID_FROM).not_valid_after(VALID_UNTIL).sign(key, hashes.SHA256())
     pem = serialization.Encoding.PEM
     plain = serialization.NoEncryption()

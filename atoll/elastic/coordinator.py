@@ -44,8 +44,10 @@ from atoll.elastic.driver import CLOSE_S, RATE, STOPPED, Bucket, Came, Connectio
 from atoll.elastic.log import LOG, Log
 from atoll.elastic.membership import Membership, Rules
 from atoll.elastic.messages import Hello, Refused
+from atoll.elastic.page import OwnPage, add_page, bearer_of
+from atoll.elastic.prometheus import EXPOSITION, exposition
 from atoll.elastic.serving import MEMBER, MEMBER_KEY, VERSION, WHY, SecureServer
-from atoll.elastic.tokens import JOIN, LIFETIME_S, OPERATOR, ROLES, TokenInfo, TokenRefused, TokenStore
+from atoll.elastic.tokens import JOIN, LIFETIME_S, OPERATOR, ROLES, WATCH, TokenInfo, TokenRefused, TokenStore
 from atoll.elastic.wire import FROM_MEMBER, MAX_BYTES, WireError, decode, encode, load_json, printable
 from atoll.errors import AtollError, ConfigError
 
@@ -56,6 +58,7 @@ ADDRESS_FILE, FOLDER, IDENTITY, MEMBERS, OPERATOR_TOKEN = (
 HELLO_S = 5.0  # for the first message of a connection
 LINGER_S = 10.0  # at the end, for members that are away to come back and read that it is the end
 EVALUATE_S = 600.0  # at the end, for members that are here to evaluate the last anchor
+LAST_LOOK_S = 0.3  # at the end, for a page that is open to show how it ended
 OPERATOR_LIFETIME_S = 10 * 365 * 86400.0
 MAX_LIFETIME_S = 366 * 86400.0
 MAX_NOTE = 80
@@ -157,6 +160,8 @@ class Coordinator:
                 await asyncio.sleep(0.02)
         finally:
             self._driver.give_up_evaluations()
+        if self._page.is_watched():
+            await asyncio.sleep(LAST_LOOK_S)
         return code
 
     def _patience_s(self, code: int) -> float:
@@ -180,6 +185,7 @@ class Coordinator:
         _claim(log, rules.settings_digest, folder=service.folder)
         secret = hashlib.sha256(b"tickets" + self._identity.key).digest()
         self._driver = Driver(_restore(rules, log, secret), log, service)
+        self._page = self._make_page()
 
     async def _listen(self, stack: AsyncExitStack, place: Place) -> SecureServer:
         _allow_many_connections()
@@ -253,10 +259,12 @@ class Coordinator:
         app.router.add_post("/v1/tokens", self._post_token)
         app.router.add_post("/v1/tokens/revoke", self._post_revoke)
         app.router.add_post("/v1/stop", self._post_stop)
+        app.router.add_get("/metrics", self._get_metrics)
+        add_page(app, self._page)
         return app
 
     def _authorise(self, request: web.Request, *roles: str) -> TokenInfo:
-        info = self._tokens.check(request.headers.get("Authorization", ""))
+        info = self._tokens.check(bearer_of(request.headers.get("Authorization", "")))
         if info.role not in roles:
             self._service.say(f"refused: {request.path} asked for with the {info.role} token {info.id}")
             raise _Forbidden(f"the token {info.id} is for {info.role}; this needs one for {' or '.join(roles)}.")
@@ -277,13 +285,30 @@ class Coordinator:
         )
 
     async def _get_status(self, request: web.Request) -> web.Response:
-        self._authorise(request, JOIN, OPERATOR)
+        self._authorise(request, JOIN, OPERATOR, WATCH)
         return web.json_response(self.status())
 
     def status(self) -> dict[str, Any]:
         """The run as it is now, plain JSON, no secrets."""
         address = asdict(self.address) | {"uptime_s": round(self._driver.now() - self._started_at, 3)}
-        return {"coordinator": address, "version": self._service.rules.version, **self._driver.status()}
+        about = {"name": self._service.folder.resolve().name, "version": self._service.rules.version}
+        return {"coordinator": address, **about, **self._driver.status()}
+
+    async def _get_metrics(self, request: web.Request) -> web.Response:
+        self._authorise(request, OPERATOR, WATCH)
+        return web.Response(body=exposition(self.status()), headers={"Content-Type": EXPOSITION})
+
+    def _make_page(self) -> OwnPage:
+        return OwnPage(
+            self._tokens,
+            key=hashlib.sha256(b"sessions" + self._identity.key).digest(),
+            run=self._run,
+            clock=self._service.clock,
+            renewed=OPERATOR_TOKEN,
+            status=self.status,
+            history=self._driver.history,
+            admit=lambda request: self._server.admit(request),
+        )
 
     async def _get_tokens(self, request: web.Request) -> web.Response:
         self._authorise(request, OPERATOR)
@@ -403,7 +428,7 @@ class Coordinator:
 
     def _report_malformed(self, connection: Connection, error: WireError) -> None:
         detail = f"member {connection.member} at {connection.peer} sent {error}"
-        self._service.metrics({"event": "fault", "what": "malformed", "replica": None, "detail": detail})
+        self._driver.note({"event": "fault", "what": "malformed", "replica": None, "detail": detail})
         self._service.say(f"cut off: {detail}")
 
 

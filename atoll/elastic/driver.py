@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from atoll.elastic.crash import crash_point
 from atoll.elastic.evaluations import Evaluation, Evaluations
 from atoll.elastic.log import COMMITTED, Entry, Log
 from atoll.elastic.membership import Effect, Membership, Record, Rules, Send
-from atoll.elastic.messages import Evaluated, Finish, FromCoordinator, FromMember, Hello, Ready, Refused
+from atoll.elastic.messages import Beat, Evaluated, Finish, FromCoordinator, FromMember, Hello, Refused
+from atoll.elastic.page_history import History
+from atoll.elastic.page_watch import Watch
 from atoll.elastic.wire import encode, printable
 
 SILENCE_S = 5.0  # the longest a person is left without a word about what is waited for
@@ -47,7 +49,8 @@ class Service:
     port 0 is that of the last start, or any. step_of: the inner step at which a round ends. metrics: gets every event
     of the run, a line of metrics.jsonl each. say: gets lines for people, and with `say_rounds` one for each round too.
     evaluated: gets what came of an evaluation. told_round: the newest round that `metrics` was given, in an earlier
-    start too; None: not known. clock: seconds since 1970, for tokens.
+    start too; None: not known. past: the events that `metrics` was given in earlier starts, steps left out.
+    clock: seconds since 1970, for tokens and for people.
     """
 
     settings: Mapping[str, Any]
@@ -62,6 +65,7 @@ class Service:
     allow_public: bool = False
     evaluated: Callable[[Evaluation], None] = lambda evaluation: None
     told_round: int | None = None
+    past: Callable[[], Iterable[Mapping[str, Any]]] = tuple
     clock: Callable[[], float] = time.time
 
 
@@ -153,7 +157,10 @@ class Driver:
         self._membership = membership
         self._log = log
         self._service = service
-        self._ready: dict[str, tuple[int, float, float]] = {}  # member -> round, inner_s, when it was offered
+        self._watch = Watch()
+        self._history = History(num_rounds=service.rules.num_rounds, step_of=service.step_of)
+        for event in service.past():
+            self._history.note(event)
         self._evaluations = Evaluations()
         self._nobody_came = True  # since the start
         # Islands that were there before this start come back within seconds, each in its own time.
@@ -174,8 +181,21 @@ class Driver:
         return bool(self.connections) or self._nobody_came or self.now() < self._expected_until
 
     def status(self) -> dict[str, Any]:
-        """The state machine's view, plain JSON."""
-        return self._membership.status(self.now())
+        """The state machine's view, and what is known of members and rounds beside it, plain JSON."""
+        status = self._membership.status(self.now())
+        for member in status["members"]:
+            member |= self._watch.about(member["member"])
+        return status | {"summary": self._history.summary(self._service.clock())}
+
+    def history(self) -> tuple[str, dict[str, Any]]:
+        """What happened so far, as plain JSON, and a name that changes whenever that does."""
+        return f"{self._membership.boot}-{self._history.version}", self._history.plain()
+
+    def note(self, event: dict[str, Any]) -> None:
+        """An event of the run, for its metrics and its history; it is given the time."""
+        event["at"] = round(self._service.clock(), 3)
+        self._service.metrics(event)
+        self._history.note(event)
 
     async def run(self) -> None:
         """Work for ever. A failure ends the service: nothing may be said that is not on disk."""
@@ -226,14 +246,15 @@ class Driver:
             self._tell_evaluations(self._evaluations.add(news.message, committed=int(self.status()["round"])))
             return []
         if isinstance(news, Said):
-            self._note_ready(connection.member, news.message)
+            self._hear(connection.member, news.message)
             return self._membership.receive(connection.member, news.message, self.now())
         del self.connections[connection.member]
         return self._membership.disconnect(connection.member, self.now())
 
-    def _note_ready(self, member: str, message: FromMember) -> None:
-        if isinstance(message, Ready):
-            self._ready[member] = (message.round, message.inner_s, self.now())
+    def _hear(self, member: str, message: FromMember) -> None:
+        self._watch.heard(member, message, self.now())
+        if isinstance(message, Beat):
+            self._history.beat(message, self._service.clock())
 
     def _carry_out(self, effects: list[Effect]) -> None:
         records = [effect for effect in effects if isinstance(effect, Record)]
@@ -258,12 +279,14 @@ class Driver:
     def _tell_evaluations(self, evaluations: list[Evaluation]) -> None:
         for evaluation in evaluations:
             self._service.evaluated(evaluation)
+            step = self._service.step_of(evaluation.round)
+            self._history.note({"event": "eval", "step": step, **asdict(evaluation)})
 
     def _tell(self, record: Record) -> None:
         """What was recorded, for the run's metrics and for people."""
         event = self._event(record)
         if event is not None:
-            self._service.metrics(event)
+            self.note(event)
         if record.kind != COMMITTED or self._service.say_rounds:
             line = describe(record, event)
             if line:
@@ -294,15 +317,7 @@ class Driver:
         return None
 
     def _round_event(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """A committed round. inner_s, exposed_s: means over its contributors.
-
-        exposed_s: from the moment a contribution was offered to the commit; where islands train on meanwhile, they
-        wait less than that.
-        """
-        members = {member for member, (number, _, _) in self._ready.items() if number == payload["round"]}
-        counted = [self._ready[member] for member in members & set(payload["members"].values())]
-        now = self.now()
-        self._ready = {member: ready for member, ready in self._ready.items() if ready[0] > payload["round"]}
+        """A committed round."""
         return {
             "event": "round",
             "round": payload["round"],
@@ -311,8 +326,6 @@ class Driver:
             "contributors": len(payload["contributors"]),
             "payload_bytes": round(payload["wire_bytes"] / len(payload["members"])),
             "sync_s": payload["sync_s"],
-            "exposed_s": _mean([now - at for _, _, at in counted]),
-            "inner_s": _mean([inner_s for _, inner_s, _ in counted]),
             "anchor_digest": payload["digest"],
             "delta_norm": payload["delta_norm"],
             "cosine_mean": payload["cosine_mean"],
@@ -326,6 +339,7 @@ class Driver:
             "wire_s": payload["wire_s"],
             "wire_bytes": payload["wire_bytes"],
             "round_s": payload["round_s"],
+            **self._watch.round(payload, self.now()),
         }
 
     def _send(self, member: str, message: FromCoordinator) -> None:
@@ -399,7 +413,3 @@ def _crash(where: str, records: list[Record]) -> None:
 
 def _anyone(status: Mapping[str, Any], state: str) -> bool:
     return any(member["state"] == state for member in status["members"])
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -300,19 +300,30 @@ def fetch_status(token: Token) -> dict[str, Any]:
 
 def operate(token: Token, method: str, path: str, *, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Ask the coordinator one thing, with the rights of `token`. Raises as `fetch_settings`."""
-    return asyncio.run(_ask(token, method, path, body))
+    answer = asyncio.run(_ask(token, method, path, body))[1]
+    assert answer is not None, "nothing was known"
+    return answer
 
 
-async def _ask(token: Token, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+async def ask(token: Token, path: str, *, known: str = "") -> tuple[str, dict[str, Any] | None]:
+    """What the coordinator shows at `path`, and the name of that version; None for what is `known` by it already."""
+    return await _ask(token, "GET", path, None, known=known)
+
+
+async def _ask(
+    token: Token, method: str, path: str, body: dict[str, Any] | None, *, known: str = ""
+) -> tuple[str, dict[str, Any] | None]:
     errors = []
-    async with _session(token, headers={VERSION: atoll.__version__}) as session:
+    headers = {VERSION: atoll.__version__} | ({"If-None-Match": f'"{known}"'} if known else {})
+    async with _session(token, headers=headers) as session:
         for place in map(host_and_port, token.addresses):
             try:
                 async with (
                     asyncio.timeout(CONNECT_S + 10.0),
                     session.request(method, url(*place, path), json=body, allow_redirects=False) as response,
                 ):
-                    return await _answer(response)
+                    version = response.headers.get("ETag", "").strip('"')
+                    return version, None if response.status == 304 else await _answer(response)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 errors.append(_explain(error, place))
     raise _foremost(errors)

@@ -57,7 +57,8 @@ class Ready:
 
     base: digest of the anchor as it is in memory now. weight: tokens trained on. norm: of the pseudo-gradient.
     finite: it holds no NaN or infinity. steps: inner steps it took. used: ranges of samples that went into it.
-    sync_s: seconds it expects the averaging to take (0: unknown). inner_s: seconds its inner steps took.
+    sync_s: seconds it expects the averaging to take (0: unknown). inner_s: seconds its inner steps took. loss: their
+    mean training loss, nats a token; None where it is not known.
     """
 
     round: int
@@ -69,6 +70,7 @@ class Ready:
     used: tuple[Range, ...] = ()
     sync_s: float = 0.0
     inner_s: float = 0.0
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Reached:
 
     base: digest of the anchor it started from, as it is in memory; "" where it was not looked at.
     norms: of every participant's contribution as it was received, in the order of the attempt; empty where unknown.
-    payload_bytes: that this member sent for parameters. wire_s: seconds the averaging took.
+    payload_bytes: that this member sent for parameters. wire_s: seconds the averaging took; of these meet_s until all
+    were connected, send_s waiting for the network, outer_s for the outer step; the rest is encoding and arithmetic.
+    step_bytes: that one step of data parallelism in fp32 would have sent from here.
     """
 
     round: int
@@ -89,6 +93,10 @@ class Reached:
     wire_s: float = 0.0
     delta_norm: float = 0.0
     cosine_mean: float | None = None
+    meet_s: float = 0.0
+    send_s: float = 0.0
+    outer_s: float = 0.0
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,10 +132,14 @@ class Want:
 
 @dataclass(frozen=True)
 class Beat:
-    """This member is alive. step: the inner steps of its current round done so far. tokens_per_s: its speed."""
+    """This member is alive. step: the inner steps of its current round done so far. tokens_per_s: its speed.
+
+    loss: of its last inner steps, smoothed, nats a token.
+    """
 
     step: int = 0
     tokens_per_s: float = 0.0
+    loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from atoll.elastic.log import open_database, transaction
 from atoll.errors import AtollError, ConfigError
 
 PREFIX = "atoll1."
-JOIN, OPERATOR = "join", "operator"
-ROLES = (JOIN, OPERATOR)
+JOIN, OPERATOR, WATCH = "join", "operator", "watch"
+ROLES = (JOIN, OPERATOR, WATCH)  # in the order of their numbers in a token
 LIFETIME_S = 24 * 3600.0
 ENVIRONMENT = "ATOLL_TOKEN"
 
@@ -196,7 +196,7 @@ class TokenStore:
         """
         owner = self._owner(authorization)
         if owner.role != JOIN:
-            raise TokenRefused(f"the token {owner.id} is an operator's: it lets no island in. {_ASK}")
+            raise TokenRefused(f"the token {owner.id} is for {owner.role}: it lets no island in. {_ASK}")
         known = self._database.execute("SELECT key_hash, token FROM members WHERE member = ?", (member,)).fetchone()
         if known is None:
             self._enter(self.check(authorization).id, member=member, key=key)
@@ -222,6 +222,11 @@ class TokenStore:
             )
         members = self._database.execute("SELECT member FROM members WHERE token = ?", (found[0],)).fetchall()
         return found[0], [row[0] for row in members]
+
+    def find(self, token: str) -> TokenInfo | None:
+        """What is known of the token with this id; None where there is none."""
+        row = self._database.execute("SELECT id FROM tokens WHERE id = ?", (token,)).fetchone()
+        return self._info(row[0]) if row else None
 
     def list(self) -> list[TokenInfo]:
         """All tokens there ever were, the newest last."""

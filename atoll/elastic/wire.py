@@ -42,7 +42,7 @@ FROM_MEMBER: Kinds = {kind.__name__: kind for kind in get_args(messages.FromMemb
 FROM_COORDINATOR: Kinds = {kind.__name__: kind for kind in get_args(messages.FromCoordinator)}
 
 # What was computed from a contribution, and is NaN or infinite exactly where that was broken.
-MAY_BE_NON_FINITE = frozenset({"norm", "norms", "delta_norm", "cosine_mean", "loss_sum"})
+MAY_BE_NON_FINITE = frozenset({"norm", "norms", "delta_norm", "cosine_mean", "loss", "loss_sum"})
 
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -19,6 +19,7 @@ others rely on.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -38,6 +39,7 @@ from atoll.elastic.group import connect, host_meeting, join_meeting
 from atoll.elastic.leases import common, without
 from atoll.elastic.link import LinkBack, LinkFailed, LinkLost
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, TransportError
+from atoll.exchange import mean_sent_bytes
 from atoll.train.committed import capture, capture_ahead, restore
 from atoll.train.config import TrainConfig
 from atoll.train.replica import Replica, StepReport
@@ -183,6 +185,8 @@ class Island:
         self._landings: list[Landing] = []  # that the watcher was not told of
         self._transfer: m.Donor | None = None
         self._inner_s = 0.0
+        self._loss: float | None = None  # of the last inner steps, smoothed
+        self._loss_sum, self._loss_steps = 0.0, 0  # over the inner steps of this offer that this process made
         self._measured_steps = self._measured_s = 0.0  # of the last rounds, each counting half of the next
         self._hello = introduction
         self._note()
@@ -214,7 +218,7 @@ class Island:
 
     def beat(self) -> m.Beat:
         """A sign of life, from another thread."""
-        return m.Beat(self.steps, self._tokens_per_s())
+        return m.Beat(self.steps, self._tokens_per_s(), self._loss)
 
     def snapshot(self) -> State:
         """The committed state for a joiner; from another thread. Raises `CheckpointError` where there is none."""
@@ -257,6 +261,8 @@ class Island:
         report = self.replica.update(step)
         self.steps += 1
         self._inner_s += report.seconds
+        self._loss = _smooth(self._loss, report.loss)
+        self._loss_sum, self._loss_steps = self._loss_sum + report.loss, self._loss_steps + 1
         self._measured_steps += 1
         self._measured_s += report.seconds
         self._watcher.stepped(report, step=step)
@@ -317,10 +323,12 @@ class Island:
             steps=self.steps,
             used=self._stream.settle(),
             inner_s=self._inner_s,
+            loss=self._loss_sum / self._loss_steps if self._loss_steps else None,
         )
         taken = _Offer(ready, replica.tokens_at_sync)
         replica.tokens_at_sync = replica.tokens
         self.steps, self._inner_s = 0, 0.0
+        self._loss_sum, self._loss_steps = 0.0, 0
         self._measured_steps, self._measured_s = self._measured_steps / 2, self._measured_s / 2
         crash_point("island.taken")
         return taken
@@ -351,6 +359,9 @@ class Island:
         for offer in offers:
             self.steps += offer.ready.steps
             self._inner_s += offer.ready.inner_s
+            if offer.ready.loss is not None:
+                self._loss_sum += offer.ready.loss * offer.ready.steps
+                self._loss_steps += offer.ready.steps
             self.replica.tokens_at_sync = min(self.replica.tokens_at_sync, offer.tokens_before)
             self._stream.owe(offer.ready.used)
         if not all(offer.ready.finite for offer in offers):
@@ -365,6 +376,7 @@ class Island:
         self.replica.tokens_at_sync = self.replica.tokens
         self._stream.settle()
         self.steps, self._inner_s = 0, 0.0
+        self._loss_sum, self._loss_steps = 0.0, 0
 
     # --- adopting
 
@@ -597,6 +609,7 @@ class Island:
 
     def average(self, attempt: _Attempt) -> Arrived:
         """One attempt, in its own thread: meet, average, find out where it leads. Changes nothing."""
+        began = time.perf_counter()
         go, address = attempt.go, self._introduction.address
         patience_s = max(MEETING_S, self.config.deadline_s)  # whoever is in the middle of an inner step comes late
         if attempt.place == 0:
@@ -615,6 +628,7 @@ class Island:
             store, go.participants, member=member, attempt=go.attempt, address=address, timeout_s=patience_s
         )
         crash_point("island.connected")
+        attempt.meet_s = time.perf_counter() - began
         transport = TorchDistTransport(group, timeout_s=self.config.timeout_s)
         weights = [participant.weight for participant in go.participants]
         return self.sync.average(0, transport, weights, offered=attempt.offers, step=self._step_of(go.round))
@@ -640,7 +654,7 @@ class Island:
         if isinstance(averaged.result, AtollError):
             self._say(m.Failed(go.round, go.attempt, str(averaged.result).splitlines()[0]))
         else:
-            self._say(_reached(go, averaged, averaged.result))
+            self._say(_reached(attempt, averaged, averaged.result, numel=self.sync.numel))
 
     def _committed(self, commit: m.Commit) -> None:
         crash_point("island.commit")
@@ -756,6 +770,7 @@ class _Attempt:
         self.offers = offers
         self.meeting: queue.Queue[tuple[str, int]] = queue.Queue()
         self.averaged: Averaged | None = None
+        self.meet_s = 0.0  # until all were connected
         self._island = island
 
     @property
@@ -784,8 +799,17 @@ class _Attempt:
         self._island.post(Averaged(self.go.attempt, result, time.perf_counter() - began))
 
 
-def _reached(go: m.Go, averaged: Averaged, arrived: Arrived) -> m.Reached:
-    gram = arrived.sent.gram
+def _smooth(before: float | None, loss: float) -> float:
+    """The losses of the last ten steps or so, for people; one that is no number is forgotten with the next.
+
+    >>> _smooth(None, 4.0), _smooth(10.0, 0.0), _smooth(float("nan"), 3.0)
+    (4.0, 9.0, 3.0)
+    """
+    return loss if before is None or not math.isfinite(before) else 0.9 * before + 0.1 * loss
+
+
+def _reached(attempt: _Attempt, averaged: Averaged, arrived: Arrived, *, numel: int) -> m.Reached:
+    go, gram = attempt.go, arrived.sent.gram
     seen = None if gram is None else geometry(gram, [participant.weight for participant in go.participants])
     return m.Reached(
         round=go.round,
@@ -797,6 +821,10 @@ def _reached(go: m.Go, averaged: Averaged, arrived: Arrived) -> m.Reached:
         cosine_mean=None if seen is None else seen.cosine_mean,
         payload_bytes=arrived.sent.payload_bytes,
         wire_s=averaged.wire_s,
+        meet_s=attempt.meet_s,
+        send_s=arrived.sent.waited_s,
+        outer_s=arrived.outer_s,
+        step_bytes=mean_sent_bytes(numel, 4, num_replicas=len(go.participants), replica=attempt.place),
     )
 
 

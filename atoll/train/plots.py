@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -25,6 +25,7 @@ from atoll.train.summary import (
     bytes_finding,
     loss_finding,
     series_of,
+    time_finding,
 )
 
 INK, GREY, LIGHT = "#222222", "#5f5f5f", "#e4e4e4"
@@ -32,6 +33,7 @@ INK, GREY, LIGHT = "#222222", "#5f5f5f", "#e4e4e4"
 ROLE_COLOURS = {"diloco": "#0072B2", "data-parallel": "#D55E00", "alone": "#5f5f5f"}
 OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 ROLE_MARKERS = {"diloco": "o", "data-parallel": "s", "alone": "D"}
+UNITS_OF_TIME = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 DPI = 150
 TITLE_SIZE, LABEL_SIZE, TICK_SIZE = 14, 12, 11
 MARGIN_IN = 0.22  # between the axes and the names in the right margin
@@ -49,18 +51,33 @@ def colours_of(runs: Mapping[str, RunSummary]) -> dict[str, str]:
 
 def plot_loss_by_steps(runs: Mapping[str, RunSummary], *, width_in: float = 8.5) -> Figure:
     """Loss against inner steps, a line a run, named where it ends. Needs at least one run with a loss."""
+    return _plot(runs, lambda point: point.step, width_in=width_in, title=loss_finding(runs), label="inner steps")
+
+
+def plot_loss_by_time(runs: Mapping[str, RunSummary], *, width_in: float = 8.5) -> Figure:
+    """Loss against the time of training and syncing, a line a run. Needs at least one run with both."""
+    longest = max(points[-1].seconds for points in series_of(runs).points.values())
+    unit, name = next((unit, name) for unit, name in UNITS_OF_TIME if longest >= 3 * unit or unit == 1)
+    label = f"time of training and syncing ({name})"
+    return _plot(runs, lambda point: point.seconds / unit, width_in=width_in, title=time_finding(runs), label=label)
+
+
+def _plot(
+    runs: Mapping[str, RunSummary], x: Callable[[Point], float], *, width_in: float, title: str, label: str
+) -> Figure:
+    """A line a run, named where it ends."""
     series = series_of(runs)
-    figure, axes = _frame(width_in, title=loss_finding(runs), kind=series.kind)
+    figure, axes = _frame(width_in, title=title, kind=series.kind)
     colours = colours_of(runs)
     for name, points in series.points.items():
-        _line(axes, [(p.step, p.loss) for p in points], colours[name], _marker(runs[name], points))
-    last = max(points[-1].step for points in series.points.values())
+        _line(axes, [(x(p), p.loss) for p in points], colours[name], _marker(runs[name], points))
+    last = max(x(points[-1]) for points in series.points.values())
     axes.set_xlim(0, 1.012 * last or 1)
-    axes.set_xlabel("inner steps", fontsize=LABEL_SIZE)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.set_xlabel(label, fontsize=LABEL_SIZE)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=last >= 5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     _limit_losses(axes, list(series.points.values()), room_below_in=0.3)
-    ends = [_End(name, points[-1].step, points[-1].loss, colours[name]) for name, points in series.points.items()]
+    ends = [_End(name, x(points[-1]), points[-1].loss, colours[name]) for name, points in series.points.items()]
     _name_ends(figure, axes, ends)
     return figure
 

@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from atoll.errors import StorageError
-from atoll.train.console import format_bytes, format_duration
+from atoll.train.console import format_bytes, format_duration, format_saving
 from atoll.train.metrics import perplexity
-from atoll.train.plots import plot_loss_by_bytes, plot_loss_by_steps
+from atoll.train.plots import plot_loss_by_bytes, plot_loss_by_steps, plot_loss_by_time
 from atoll.train.summary import (
     RunSummary,
     _senders,
     bytes_finding,
+    faults_finding,
     loss_finding,
     series_of,
+    summarise,
+    time_finding,
 )
 
 
@@ -45,7 +48,7 @@ def write_report(
     ]
     try:
         sections += _write_plots(runs, output_dir / "plots")
-        sections += [_settings_table(runs), _digests(runs), *_faults(runs)]
+        sections += [*_islands(runs), *_faults(runs), _settings_table(runs), _digests(runs)]
         sections += [*_sample_section(sample, prompt, sample_of), *_command_section(command)]
         path = output_dir / "report.md"
         path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
@@ -54,11 +57,16 @@ def write_report(
     return path
 
 
+def report_run(run_dir: Path, *, command: str) -> Path:
+    """Write the report of one run into its own folder. command: makes the run again. Raises as `write_report`."""
+    return write_report({run_dir.name: summarise(run_dir)}, run_dir, command=command)
+
+
 _READING = (
     "Loss is of the anchor on held-out text, in nats a token; perplexity is its exponential. Bytes are those sent for "
-    "parameters or gradients. Time is training and syncing, without start-up, evaluation and saving; computing is the "
-    "share of it in which replica 0 did not wait for others. One run of each: a difference smaller than that between "
-    "two seeds says nothing."
+    "parameters or gradients. Time is training and syncing, without start-up, evaluation and saving (which an elastic "
+    "run counts as waiting); computing is the share of it in which replica 0, in an elastic run the mean island, did "
+    "not wait for others. One run of each: a difference smaller than that between two seeds says nothing."
 )
 
 
@@ -70,6 +78,9 @@ def _write_plots(runs: Mapping[str, RunSummary], folder: Path) -> list[str]:
     if series.points:
         plot_loss_by_steps(runs).savefig(folder / "loss_by_steps.png")
         pictures.append(f"![{series.kind} against inner steps](plots/loss_by_steps.png)")
+    if time_finding(runs):
+        plot_loss_by_time(runs).savefig(folder / "loss_by_time.png")
+        pictures.append(f"![{series.kind} against time](plots/loss_by_time.png)")
     if _senders(runs, series) is not None:
         plot_loss_by_bytes(runs).savefig(folder / "loss_by_bytes.png")
         pictures.append(f"![{series.kind} against megabytes sent by one replica](plots/loss_by_bytes.png)")
@@ -100,11 +111,16 @@ def _results(run: RunSummary) -> list[str]:
         "not evaluated" if loss is None else f"{loss:.3f}",
         "" if loss is None else f"{perplexity(loss):,.2f}",
         format_bytes(run.sent_bytes),
-        format_bytes(run.sent_bytes_all),
+        _sent_by_all(run),
         f"{run.tokens:,}",
         format_duration(run.wall_s),
         "" if run.utilisation is None else f"{100 * run.utilisation:.1f} %",
     ]
+
+
+def _sent_by_all(run: RunSummary) -> str:
+    saving = format_saving(run.sent_bytes_all, run.data_parallel_bytes)
+    return format_bytes(run.sent_bytes_all) + (f" ({saving})" if saving else "")
 
 
 def _settings_table(runs: Mapping[str, RunSummary]) -> str:
@@ -123,18 +139,43 @@ def _settings_table(runs: Mapping[str, RunSummary]) -> str:
     return "\n".join(["## Settings", *differing, *(["", same] if len(runs) == 1 else fold)])
 
 
+MOST_DIGESTS = MOST_FAULTS = 100  # that are listed
+
 # Settings of the place where a run ran, which say nothing about its result.
 OF_THE_PLACE = frozenset({"output_dir", "resume", "port"})
 
 
 def _digests(runs: Mapping[str, RunSummary]) -> str:
     rows = [[name, f"`{run.digest}`" if run.digest else "no round", str(run.num_refused)] for name, run in runs.items()]
-    return "## Anchors\n\n" + _table(["", "digest of the last anchor", "contributions refused"], rows)
+    last = _table(["", "digest of the last anchor", "contributions refused"], rows)
+    folds = [_digests_of_rounds(name, run) for name, run in runs.items() if len(run.digests) > 1]
+    return "\n\n".join(["## Anchors", last, *folds])
+
+
+def _digests_of_rounds(name: str, run: RunSummary) -> str:
+    shown = list(run.digests.items())[-MOST_DIGESTS:]
+    table = _table(["round", "digest"], [[str(number), f"`{digest}`"] for number, digest in shown])
+    which = "all rounds" if len(shown) == len(run.digests) else f"the last {len(shown)} rounds"
+    return f"<details><summary>Of {which}: {name}</summary>\n\n{table}\n\n</details>"
+
+
+def _islands(runs: Mapping[str, RunSummary]) -> list[str]:
+    """Who made an elastic run."""
+    rows = [
+        [name, str(seat), island.name, f"{island.rounds:,}", f"{island.tokens:,.0f}", format_bytes(island.sent_bytes)]
+        for name, run in runs.items()
+        for seat, island in run.islands.items()
+    ]
+    head = ["", "seat", "last held by", "in rounds", "tokens", "sent"]
+    return ["## Islands\n\n" + _table(head, rows)] if rows else []
 
 
 def _faults(runs: Mapping[str, RunSummary]) -> list[str]:
     lines = [f"- {name}, {line}" for name, run in runs.items() for line in run.fault_lines]
-    return ["## Faults\n\n" + "\n".join(lines)] if lines else []
+    left_out = [f"- and {len(lines) - MOST_FAULTS} more, in metrics.jsonl"] if len(lines) > MOST_FAULTS else []
+    findings = [f"{name}: {faults_finding(run)}." for name, run in runs.items() if run.members]
+    told = [*findings, *(["\n".join([*lines[:MOST_FAULTS], *left_out])] if lines else [])]
+    return ["\n\n".join(["## Faults survived", *told])] if told else []
 
 
 def _sample_section(sample: str, prompt: str, sample_of: str) -> list[str]:

@@ -6,15 +6,15 @@ import bisect
 import itertools
 import math
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from atoll.errors import ConfigError
 from atoll.train.config import flatten
-from atoll.train.console import format_bytes, format_factor
+from atoll.train.console import format_bytes, format_duration, format_factor
 from atoll.train.metrics import read_metrics
 
 LEVEL = 0.005  # two losses nearer than this, in nats a token, are called the same
@@ -22,10 +22,21 @@ LEVEL = 0.005  # two losses nearer than this, in nats a token, are called the sa
 
 @dataclass(frozen=True)
 class Point:
-    """A loss (nats a token) after `step` inner steps and after one replica had sent `sent_bytes`."""
+    """A loss (nats a token) after `step` inner steps: one replica had sent `sent_bytes`, and trained for `seconds`."""
 
     step: int
     loss: float
+    sent_bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Island:
+    """What an island did for an elastic run: rounds that hold work of it, tokens in them, bytes it sent for them."""
+
+    name: str
+    rounds: int
+    tokens: float
     sent_bytes: int
 
 
@@ -37,7 +48,10 @@ class RunSummary:
     curve: training loss, a mean over the replicas, smoothed. evals: the anchor's loss on held-out text.
     sent_bytes: for parameters, by replica 0; sent_bytes_all: by all replicas. tokens: trained on, by all replicas.
     wall_s: of training and syncs, without start-up, evaluations and saves. utilisation: the share of it that computed.
-    digest: of the last anchor. Where no round was recorded utilisation is None and digest empty.
+    digest: of the last anchor, digests: of every round's. Where no round was recorded utilisation is None and digest
+    empty. data_parallel_bytes: that all replicas would have sent for the same steps, 0 where that was not counted.
+    num_voids: averagings that were tried again. islands: of an elastic run, by seat. members: how often islands joined,
+    left and so on.
     """
 
     settings: Mapping[str, Any]
@@ -53,6 +67,11 @@ class RunSummary:
     digest: str
     num_refused: int = 0
     fault_lines: Sequence[str] = field(default=())
+    digests: Mapping[int, str] = field(default_factory=dict)
+    data_parallel_bytes: int = 0
+    num_voids: int = 0
+    islands: Mapping[int, Island] = field(default_factory=dict)
+    members: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -74,9 +93,9 @@ def summarise(run_dir: str | Path) -> RunSummary:
     events: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in read_metrics(run_dir / "metrics.jsonl"):
         events[event["event"]].append(event)
-    return _summary(
-        settings, steps=events["step"], rounds=events["round"], evals=events["eval"], faults=events["fault"]
-    )
+        if event["event"] in ("fault", "member"):
+            events["news"].append(event)
+    return _summary(settings, events)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -91,38 +110,86 @@ def _read_settings(path: Path) -> dict[str, Any]:
 Events = Sequence[Mapping[str, Any]]
 
 
-def _summary(settings: dict[str, Any], *, steps: Events, rounds: Events, evals: Events, faults: Events) -> RunSummary:
-    sent = _Sent(rounds)
-    inner_s, exposed_s = _total(rounds, "inner_s"), _total(rounds, "exposed_s")
+def _summary(settings: dict[str, Any], events: Mapping[str, Events]) -> RunSummary:
+    steps, rounds, evals = events["step"], events["round"], events["eval"]
+    until = _Until(rounds)
+    inner_s, exposed_s = _total(rounds, "inner_s"), math.fsum(map(_exposed_s, rounds))
     busy_s = inner_s + exposed_s
     return RunSummary(
         settings=settings,
         steps=max((event["step"] for event in itertools.chain(steps, rounds, evals)), default=0),
         rounds=max((event["round"] for event in rounds), default=0),
-        curve=_smooth([Point(step, loss, sent.until(step)) for step, loss in _mean_losses(steps)]),
-        evals=[Point(e["step"], e["loss"], sent.until(e["step"])) for e in evals if e["loss"] is not None],
+        curve=_smooth([until.point(step, loss) for step, loss in _mean_losses(steps) or _losses_of_rounds(rounds)]),
+        evals=[until.point(e["step"], e["loss"]) for e in evals if e["loss"] is not None],
         sent_bytes=sum(event["payload_bytes"] for event in rounds),
-        sent_bytes_all=sum(event["payload_bytes"] * event["replicas"] for event in rounds),
-        tokens=sum({event["replica"]: event["tokens"] for event in steps}.values()),
+        sent_bytes_all=sum(event.get("wire_bytes") or event["payload_bytes"] * event["replicas"] for event in rounds),
+        tokens=_tokens(steps, rounds),
         wall_s=busy_s or _seconds_of_steps(steps),
         utilisation=inner_s / busy_s if busy_s else None,
         digest=rounds[-1]["anchor_digest"] if rounds else "",
         num_refused=sum(len(event["refused"]) for event in rounds),
-        fault_lines=[_fault_line(event) for event in faults],
+        fault_lines=[_fault_line(event) for event in events["news"] if _is_news(event)],
+        digests={event["round"]: event["anchor_digest"] for event in rounds},
+        data_parallel_bytes=sum(event.get("data_parallel_bytes") or 0 for event in rounds),
+        num_voids=sum(event.get("voids") or 0 for event in rounds),
+        islands=_islands(rounds, events["member"]),
+        members=Counter(event["what"] for event in events["member"]),
     )
 
 
-class _Sent:
-    """How much one replica had sent by a step."""
+class _Until:
+    """How much one replica had sent by a step, and how long it had trained and synced."""
 
     def __init__(self, rounds: Events) -> None:
-        by_step = sorted((event["step"], event["payload_bytes"]) for event in rounds)
-        self._steps = [step for step, _ in by_step]
-        self._totals = [0, *itertools.accumulate(sent for _, sent in by_step)]
+        by_step = sorted(rounds, key=lambda event: (event["step"], event["round"]))
+        self._steps = [event["step"] for event in by_step]
+        self._sent = [0, *itertools.accumulate(event["payload_bytes"] for event in by_step)]
+        self._seconds = [0.0, *itertools.accumulate((e["inner_s"] or 0.0) + _exposed_s(e) for e in by_step)]
 
-    def until(self, step: int) -> int:
-        total: int = self._totals[bisect.bisect_right(self._steps, step)]
-        return total
+    def point(self, step: int, loss: float) -> Point:
+        """A loss at a step, with what had been sent by then; time goes evenly between two rounds."""
+        place = bisect.bisect_right(self._steps, step)
+        seconds = self._seconds[place]
+        if place < len(self._steps):
+            before = self._steps[place - 1] if place else 0
+            share = (step - before) / max(1, self._steps[place] - before)
+            seconds += share * (self._seconds[place + 1] - seconds)
+        return Point(step, loss, self._sent[place], seconds)
+
+
+def _exposed_s(event: Mapping[str, Any]) -> float:
+    """The time of a round in which nothing was trained; elastic rounds measure it between offers."""
+    idle = event.get("idle_s")
+    return (event["exposed_s"] if idle is None else idle) or 0.0
+
+
+def _tokens(steps: Events, rounds: Events) -> int:
+    """Of an elastic run those that are in committed rounds: an island that came back counts its own from 0 again."""
+    committed = sum(sum(event["weights"].values()) for event in rounds if event.get("weights"))
+    return int(committed) or sum({event["replica"]: event["tokens"] for event in steps}.values())
+
+
+def _losses_of_rounds(rounds: Events) -> list[tuple[int, float]]:
+    """Where inner steps were logged elsewhere: what islands told with each round."""
+    return [(event["step"], event["loss"]) for event in rounds if event.get("loss") is not None]
+
+
+def _islands(rounds: Events, members: Events) -> dict[int, Island]:
+    names = {event["replica"]: event["name"] for event in members if event["replica"] >= 0}
+    found: dict[int, Island] = {}
+    for event in rounds:
+        for seat, weight in (event.get("weights") or {}).items():
+            known = found.get(int(seat), Island(names.get(int(seat), ""), 0, 0.0, 0))
+            sent = (event.get("islands") or {}).get(seat, {}).get("sent_bytes", 0)
+            found[int(seat)] = Island(known.name, known.rounds + 1, known.tokens + weight, known.sent_bytes + sent)
+    return dict(sorted(found.items()))
+
+
+def _is_news(event: Mapping[str, Any]) -> bool:
+    """Faults, and islands that came after the start or went."""
+    if event["event"] == "fault":
+        return True
+    return event["what"] in ("lost", "left", "refused") or (event["what"] == "joined" and event["round"] > 0)
 
 
 def _total(events: Events, key: str) -> float:
@@ -144,7 +211,7 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
     smoothed = []
     for last, point in enumerate(points, start=1):
         seen = points[max(0, last - window) : last]
-        smoothed.append(Point(point.step, math.fsum(p.loss for p in seen) / len(seen), point.sent_bytes))
+        smoothed.append(replace(point, loss=math.fsum(p.loss for p in seen) / len(seen)))
     return smoothed
 
 
@@ -159,9 +226,11 @@ def _seconds_of_steps(steps: Events) -> float:
 
 
 def _fault_line(event: Mapping[str, Any]) -> str:
-    who = "" if event.get("replica") is None else f", replica {event['replica']}"
-    detail = f": {event['detail']}" if event.get("detail") else ""
-    return f"step {event['step']}{who}: {event['what']}{detail}"
+    who = "" if event.get("replica") in (None, -1) else f", replica {event['replica']}"
+    told = event.get("detail") or event.get("why")
+    detail = f": {told}" if told else ""
+    when = f"step {event['step']}" if "step" in event else "meanwhile"
+    return f"{when}{who}: {event['what']}{detail}"
 
 
 # --- what the numbers say ---
@@ -232,6 +301,36 @@ def bytes_finding(runs: Mapping[str, RunSummary]) -> str:
         return f"{subject}: {series.kind} {series.loss(subject):.3f} after each replica sent {sent}"
     amount = _amount(runs[subject].sent_bytes, runs[baseline].sent_bytes)
     return f"{subject} sends {amount} {baseline}, {_price(series, subject, baseline)}"
+
+
+def time_finding(runs: Mapping[str, RunSummary]) -> str:
+    """One sentence on how long which loss took; empty where no loss or no time was recorded."""
+    series = series_of(runs)
+    timed = [name for name in series.points if series.points[name][-1].seconds > 0]
+    if not timed:
+        return ""
+    subject = _subject(runs, timed)
+    last = series.points[subject][-1]
+    return f"{subject}: {series.kind} {last.loss:.3f} after {format_duration(last.seconds)} of training and syncing"
+
+
+def faults_finding(run: RunSummary) -> str:
+    """What an elastic run went through, in one sentence; empty for any other.
+
+    >>> faults_finding(replace(_NOTHING, members={"lost": 2, "left": 1}, num_voids=1, rounds=7))
+    '7 rounds were committed while 2 islands were lost and 1 left; averagings tried again: 1, contributions refused: 0'
+    """
+    if not run.members:
+        return ""
+    lost, left = run.members.get("lost", 0), run.members.get("left", 0)
+    lost_many = f"{lost} island{' was' if lost == 1 else 's were'} lost"
+    return (
+        f"{run.rounds} rounds were committed while {lost_many} and {left} left; averagings tried again: "
+        f"{run.num_voids}, contributions refused: {run.num_refused}"
+    )
+
+
+_NOTHING = RunSummary({}, 0, 0, [], [], 0, 0, 0, 0.0, None, "")
 
 
 def _senders(runs: Mapping[str, RunSummary], series: Series) -> tuple[str, str | None] | None:

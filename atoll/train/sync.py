@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class Arrived:
     """A round that was averaged and is not adopted yet: a `Flight` that has nothing left to wait for.
 
     place: of this replica among those who averaged. digest: of the anchor it leads to. base: of the anchor it starts
-    from, both as they are in memory.
+    from, both as they are in memory. outer_s: seconds that the outer step and the digests took.
     """
 
     packed: Sequence[bytes]
@@ -112,6 +113,7 @@ class Arrived:
     place: int
     base: str
     digest: str
+    outer_s: float = 0.0
 
     def ballots(self) -> Sequence[bytes]:
         return self.packed
@@ -436,8 +438,10 @@ class ReplicaSync:
         exchanges = self._retriable(fragment, oldest if mine else None, counted=mine)
         flight = transport.launch(ballot.pack(), merge.weigh, exchanges, weights=weights)
         means = list(flight.results())
+        began = time.perf_counter()
         base, digest = fragment.preview(means, self.settings.optimizer, lr=self.settings.lr(step))
-        return Arrived(flight.ballots(), means, flight.traffic(), place, base.hex(), self._digest_with(index, digest))
+        led_to, outer_s = self._digest_with(index, digest), time.perf_counter() - began
+        return Arrived(flight.ballots(), means, flight.traffic(), place, base.hex(), led_to, outer_s)
 
     def land(self, index: int, arrived: Arrived, *, step: int) -> RoundReport:
         """Adopt a round that was averaged and is now committed.

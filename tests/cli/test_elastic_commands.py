@@ -196,6 +196,17 @@ def test_a_coordinator_says_where_it_is_and_ends_when_told(tiny: list[str], atol
         assert process.wait(PATIENCE_S) == 130
 
 
+def test_a_run_that_is_stopped_ends_with_a_report(tiny: list[str], atoll, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with served(tiny, folder, "--host", "127.0.0.1") as (_, process):
+        assert atoll("stop", folder).code == 0
+        assert process.wait(3 * PATIENCE_S) == 75
+    report = (folder / "report.md").read_text()
+    assert "| `inner_steps` | 4 |" in report
+    assert f"atoll coordinator {tiny_settings(tiny)[0]}" in report
+    assert "atoll join TOKEN  # on 2 machines" in report
+
+
 def test_a_coordinator_refuses_a_port_in_use(refused, tiny: list[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -105,11 +105,11 @@ def test_a_summary_adds_up_what_the_metrics_say(run_dir: Path) -> None:
 
 def test_each_loss_stands_at_its_step_and_at_the_bytes_sent_until_then(run_dir: Path) -> None:
     run = summaries.summarise(run_dir)
-    assert run.evals == [Point(2, 3.0, 100), Point(4, 2.0, 200)]
+    assert run.evals == [Point(2, 3.0, 100, 4.0), Point(4, 2.0, 200, 8.0)]
     assert run.curve == [
-        Point(1, 4.5, 0),
-        Point(2, 3.5, 100),
-        Point(4, 1.5, 200),
+        Point(1, 4.5, 0, 2.0),
+        Point(2, 3.5, 100, 4.0),
+        Point(4, 1.5, 200, 8.0),
     ]  # the mean over replicas, NaN left out
 
 
@@ -141,6 +141,92 @@ def test_a_broken_file_of_a_run_is_named(run_dir: Path, name: str, text: str) ->
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.toml cannot be read"):
         summaries.summarise(tmp_path / "nothing")
+
+
+# --- the folder of an elastic run, whose islands train elsewhere ---
+
+
+@pytest.fixture
+def elastic_dir(tmp_path: Path) -> Path:
+    """What a coordinator keeps of three rounds of two islands, one of which is lost and one of which comes late."""
+    folder = tmp_path / "reef"
+    folder.mkdir()
+    (folder / "config.toml").write_text('method = "diloco"\nreplicas = 2\nelastic = true\n')
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        for replica in range(2):
+            about = {"replica": replica, "name": f"host-{replica}", "pid": 1, "why": "", "member": "m"}
+            writer.append({"event": "member", "what": "joined", "round": 0, "step": 0, **about})
+        for number in (1, 2, 3):
+            weights = {"0": 100.0, "1": 300.0} if number < 3 else {"0": 100.0}
+            writer.append(elastic_round(number, weights))
+            if number == 2:
+                lost = {"replica": 1, "name": "host-1", "pid": 1, "why": "no word for 5 s", "member": "m"}
+                writer.append({"event": "member", "what": "lost", "round": 2, "step": 20, **lost})
+                late = {"replica": 1, "name": "host-2", "pid": 1, "why": "", "member": "n"}
+                writer.append({"event": "member", "what": "joined", "round": 2, "step": 20, **late})
+                writer.append({"event": "member", "what": "carried", "round": 2, "step": 20, **late})
+    return folder
+
+
+def elastic_round(number: int, weights: dict[str, float]) -> dict:
+    return {
+        "event": "round",
+        "round": number,
+        "step": 10 * number,
+        "replicas": 2,
+        "contributors": len(weights),
+        "payload_bytes": 50,
+        "wire_bytes": 100,
+        "data_parallel_bytes": 4000,
+        "sync_s": 0.5,
+        "exposed_s": 9.0,
+        "idle_s": 1.0 if number > 1 else None,
+        "inner_s": 3.0,
+        "anchor_digest": f"digest-{number}",
+        "loss": 5.0 - number,
+        "weights": weights,
+        "refused": [],
+        "voids": 1 if number == 2 else 0,
+        "islands": {seat: {"sent_bytes": 50} for seat in weights},
+    }
+
+
+def test_an_elastic_run_is_summed_up_from_what_its_islands_told(elastic_dir: Path) -> None:
+    run = summaries.summarise(elastic_dir)
+    assert (run.steps, run.rounds, run.tokens, run.sent_bytes_all) == (30, 3, 900, 300)
+    assert [(point.step, point.loss) for point in run.curve] == [(10, 4.0), (20, 3.0), (30, 2.0)]
+    assert run.utilisation == 9.0 / (9.0 + 9.0 + 1.0 + 1.0), "of the first round only the wait for its commit is known"
+    assert {seat: (one.name, one.rounds, one.tokens) for seat, one in run.islands.items()} == {
+        0: ("host-0", 3, 300.0),
+        1: ("host-2", 2, 600.0),
+    }
+    assert (run.num_voids, run.members["lost"], run.data_parallel_bytes) == (1, 1, 12_000)
+    assert run.fault_lines == ["step 20, replica 1: lost: no word for 5 s", "step 20, replica 1: joined"]
+
+
+def test_the_report_of_an_elastic_run_tells_who_made_it_and_what_it_survived(elastic_dir: Path) -> None:
+    text = report.report_run(elastic_dir, command="atoll coordinator quickstart").read_text()
+    assert "reef: 3 rounds were committed while 1 island was lost and 0 left; averagings tried again: 1" in text
+    assert "| reef | 1 | host-2 | 2 | 600 | 100 B |" in text
+    assert "300 B (40x less than data parallel)" in text
+    assert "`digest-3`" in text and "| 1 | `digest-1` |" in text
+    assert "```text\natoll coordinator quickstart\n```" in text
+    for picture in ("steps", "time", "bytes"):
+        assert f"](plots/loss_by_{picture}.png)" in text
+        assert (elastic_dir / "plots" / f"loss_by_{picture}.png").stat().st_size > 10_000
+
+
+def test_a_report_lists_no_more_faults_than_can_be_read(tmp_path: Path) -> None:
+    run = replace(summary(points=1), fault_lines=["step 4: void"] * 1000)
+    text = report.write_report({"mine": run}, tmp_path).read_text()
+    assert text.count("step 4: void") == report.MOST_FAULTS
+    assert "and 900 more" in text
+
+
+def test_time_goes_evenly_between_two_rounds() -> None:
+    until = summaries._Until([elastic_round(1, {}), elastic_round(2, {})])
+    points = [until.point(step, 1.0).seconds for step in (0, 5, 10, 15, 20, 25)]
+    assert points == [0.0, 6.0, 12.0, 14.0, 16.0, 16.0]
 
 
 # --- findings ---
@@ -258,7 +344,7 @@ def test_the_arrow_is_drawn_only_for_a_real_saving() -> None:
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_short_and_long_runs_are_drawn(points: int, evaluated: bool) -> None:
     runs = {"a $x_1$ run": summary(points=points, evaluated=evaluated)}
-    for plot in (plots.plot_loss_by_steps, plots.plot_loss_by_bytes):
+    for plot in (plots.plot_loss_by_steps, plots.plot_loss_by_bytes, plots.plot_loss_by_time):
         plot(runs).draw_without_rendering()
 
 
