@@ -308,7 +308,7 @@ def _check_workers(config: TrainConfig) -> None:
                 f"Use gradient_accumulation_steps={config.microbatches}, or pipeline_stages=2 or more."
             )
         return
-    alone = {"method": "diloco", "engine": "torchdist", "average_inner_state": False, "elastic": False}
+    alone = {"method": "diloco", "engine": "torchdist", "average_inner_state": False}
     wrong = [f"{key}={getattr(config, key)!r}" for key, value in alone.items() if getattr(config, key) != value]
     if wrong:
         raise ValueError(
