@@ -13,6 +13,7 @@ import json
 import socket
 import struct
 import threading
+from contextlib import suppress
 from typing import Any
 
 from atoll.errors import TransportError
@@ -54,7 +55,13 @@ class Channel:
         return message, self._exactly(payload_bytes)
 
     def close(self) -> None:
+        """Let go of this end; where another process holds it as well, nothing ends."""
         self._connection.close()
+
+    def end(self) -> None:
+        """End the channel for all who hold it, and wake whoever waits for a message here."""
+        with suppress(OSError):  # the other end was first
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def _exactly(self, count: int) -> bytearray:
         data = bytearray(count)
