@@ -11,7 +11,7 @@ has, however either of them is laid out. A warm start of rows that nobody has as
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,18 +82,14 @@ class CommittedRows:
 
 
 class PiecedState:
-    """A state as it came, from which any rows can be read. about: with the whole `shapes` by name.
+    """A state as it came, from which any rows can be read. about: the whole `shapes` by name, `counts` of outer steps.
 
     Raises CheckpointError where it is not whole.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        self.about = about
         self.codes = {name: value for name, value in tensors.items() if name.startswith("codes.")}
-        shapes = about.get("shapes")
-        if not isinstance(shapes, Mapping):
-            raise CheckpointError("the state says no shapes: it was not sent by this version of atoll.")
-        self.shapes = {str(key): tuple(int(size) for size in shape) for key, shape in shapes.items()}
+        self.shapes, self.counts = _shapes(about.get("shapes")), _counts(about.get("counts"))
         self._parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         for name, value in tensors.items():
             if name not in self.codes:
@@ -107,9 +103,7 @@ class PiecedState:
         rows = {one.name: one for one in owned}
         held = {}
         for key, shape in self.shapes.items():
-            kind, _, rest = key.partition(".")
-            name = rest if kind == "anchor" or rest in rows else rest.partition(".")[2]
-            one = rows.get(name)
+            one = rows.get(parameter_of(key, rows))
             if one is not None:
                 if shape != one.shape:
                     raise CheckpointError(f"the state has {key} of shape {list(shape)}, not {list(one.shape)}.")
@@ -126,6 +120,25 @@ class PiecedState:
         if at < stop:
             raise CheckpointError(f"the state lacks elements {at} to {stop} of {key}. Fetch it from another island.")
         return read[0] if len(read) == 1 else torch.cat(read) if read else torch.empty(0)
+
+
+def cut_to(name: str, tensor: Tensor, owned: Sequence[OwnedRows]) -> Tensors:
+    """Of a named piece what a worker that owns these rows needs, named as such a piece: nothing, or one."""
+    rows = {one.name: one for one in owned}
+    if name.startswith("codes."):
+        return {name: tensor} if name.count(".") > 3 and _is_of(name, rows) else {}
+    key, _, begins = name.rpartition("@")
+    one, start = rows.get(parameter_of(key, rows)), _count(begins)
+    if one is None or tensor.dtype != torch.float32:
+        return {}
+    first, last = max(start, one.start), min(start + tensor.numel(), one.stop)
+    return {f"{key}@{first}": tensor.reshape(-1)[first - start : last - start]} if first < last else {}
+
+
+def parameter_of(key: str, known: Container[str]) -> str:
+    """The parameter that `anchor.NAME`, `outer.NAME` or `outer.KEY.NAME` is of."""
+    kind, _, rest = key.partition(".")
+    return rest if kind == "anchor" or rest in known else rest.partition(".")[2]
 
 
 def load_rows(
@@ -167,6 +180,22 @@ def _is_of(name: str, rows: Mapping[str, OwnedRows]) -> bool:
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _shapes(told: object) -> dict[str, tuple[int, ...]]:
+    if not isinstance(told, Mapping) or not all(_are_counts(shape) for shape in told.values()):
+        raise CheckpointError("the state says no shapes of its tensors. Fetch it from another island.")
+    return {str(key): tuple(shape) for key, shape in told.items()}
+
+
+def _counts(told: object) -> list[int]:
+    if not isinstance(told, list) or len(told) != 1 or not _are_counts(told):
+        raise CheckpointError(f"the state says {str(told)[:40]} for its outer steps. Fetch it from another island.")
+    return told
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _count(text: str) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,12 @@ from safetensors.torch import load as unpack_tensors
 from safetensors.torch import save as pack_tensors
 from torch import Tensor
 
+from atoll.elastic.donate import Held, Promised, State
 from atoll.elastic.group import hand_round
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, StorageError, TransportError
 from atoll.exchange import Traffic
 from atoll.train.anchor_digest import combine
-from atoll.train.committed import PiecedState
+from atoll.train.committed import cut_to
 from atoll.train.island_worker import ASIDE, Answer, Given, IslandWorker, owned_of
 from atoll.train.replica import StepReport
 from atoll.train.stopping import Signals
@@ -46,9 +48,9 @@ from atoll.train.worker_channel import Channel, ChannelClosed, Message
 BEAT_S = 0.5  # between two signs of life of a worker
 FROZEN_BEATS = 20  # looks without a sign of life, half a second apart, after which a worker counts as dead
 
+HAND_OVER_S = 60.0  # for a worker to hand over one tensor
 STOPPING_S = 5.0  # for a worker to end that was told to; it may be in a collective that the leader left
 
-State = tuple[dict[str, Tensor], dict[str, Any]]
 _ERRORS = {kind.__name__: kind for kind in (TransportError, CheckpointError, ConfigError, DataError, StorageError)}
 
 
@@ -82,10 +84,10 @@ class Follower:
             self.channel.send({"do": command, "given": given, "number": self._number}, payload)
         return answer
 
-    def say(self, command: str, given: Given) -> None:
+    def say(self, command: str, given: Given, payload: bytes = b"") -> None:
         """Have it do something that needs no answer."""
         with self._lock:
-            self.channel.send({"do": command, "given": given, "number": 0})
+            self.channel.send({"do": command, "given": given, "number": 0}, payload)
 
     def heard(self, message: Message, payload: bytes) -> None:
         with self._lock:
@@ -107,6 +109,8 @@ class Crew:
         self._followers = [Follower(index, channel) for index, channel in sorted(followers.items())]
         self._lost = lost
         self._closing = False
+        self._transfers = 0
+        self._numbering = threading.Lock()
         for follower in self._followers:
             self._thread(self._listen, follower)
         if self._followers:
@@ -230,40 +234,52 @@ class Crew:
     # --- the committed state
 
     def capture(self, ahead: Reached | None, *, step: int) -> State:
-        """A copy of the committed state, by the rows of each worker, or of what landing `ahead` will leave.
+        """The committed state, by the rows of each worker, or what landing `ahead` will leave.
 
-        All of it is here, in host memory, until it is sent; each worker copies its own rows first.
+        Every worker copies its own rows now; those of the others come to this process one by one, when they are sent.
         """
-        given = {"ahead": None if ahead is None else ahead.attempt, "step": step}
+        with self._numbering:
+            self._transfers += 1
+            transfer = self._transfers
+        given = {"ahead": None if ahead is None else ahead.attempt, "step": step, "transfer": transfer}
         waiting = [follower.tell("capture", given) for follower in self._followers]
-        tensors, about = self.worker.captured(given["ahead"], step=step)
+        own, about = self.worker.copy_committed(given["ahead"], step=step)
+        tensors: dict[str, Held] = dict(own)
         for follower, answer in zip(self._followers, waiting, strict=True):
-            message, payload = answer.result()
+            message, _ = answer.result()
             _raise_failure(message, follower.index)
-            tensors |= unpack_tensors(bytes(payload))
             about["shapes"] |= message["answer"]["shapes"]
+            for name, shape in message["answer"]["tensors"].items():
+                load = partial(_fetch_from, follower, transfer, name)
+                tensors[name] = Promised(torch.float32, tuple(shape), load)
         return tensors, about
 
-    def restore(
-        self, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, keep: bool, spent: bool, rebase: bool
-    ) -> str:
-        """Take over a captured state, of an island of any shape; returns its digest.
+    def begin_transfer(self) -> int:
+        """The number of a state that is about to come in pieces, for `stage` and `restore`."""
+        with self._numbering:
+            self._transfers += 1
+            return self._transfers
+
+    def stage(self, transfer: int, name: str, tensor: Tensor) -> None:
+        """Hand every worker its rows of a piece that has come. From any thread."""
+        own, *others = [cut_to(name, tensor, owned) for owned in self._owned]
+        self.worker.stage(transfer, own)
+        for follower, part in zip(self._followers, others, strict=True):
+            if part:
+                follower.say("stage", {"transfer": transfer}, pack_tensors(part))
+
+    def restore(self, about: Mapping[str, Any], *, transfer: int, keep: bool, spent: bool, rebase: bool) -> str:
+        """Take over a state that was staged, of an island of any shape; returns its digest.
 
         keep: what no committed round holds of this island's progress stays owed; spent: the oldest offer is in one.
         rebase: parameters become the anchor, less that progress; else they stay.
         Raises `CheckpointError` where it is not whole, altered, or of another model; then nothing has changed.
         """
-        given = {"keep": keep, "spent": spent, "counts": about["counts"]}
+        shapes, counts = about.get("shapes"), about.get("counts")
+        given = {"keep": keep, "spent": spent, "transfer": transfer, "counts": counts, "shapes": shapes}
         failure: AtollError | None = None
         try:
-            state = PiecedState(tensors, about)
-            shares = [pack_tensors(state.of(owned)) for owned in self._owned]
-        except CheckpointError:
-            raise
-        except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"the state cannot be cut into rows: {error}") from error
-        try:
-            digest = combine(self._owned, [leaves for _, leaves in self._ask("restore", given, shares)])
+            digest = combine(self._owned, [leaves for _, leaves in self._ask("restore", given)])
             if digest != about["digest"]:
                 failure = CheckpointError(
                     f"the state of round {about['round']} came with digest {str(about['digest'])[:8]} and has "
@@ -363,6 +379,16 @@ def _common(codes: Sequence[Mapping[str, str]]) -> set[str]:
     return {name for name, digest in codes[0].items() if all(other.get(name) == digest for other in codes)}
 
 
+def _fetch_from(follower: Follower, transfer: int, name: str) -> Tensor:
+    """One tensor of a copy that another worker made. Raises ConnectionError."""
+    try:
+        message, payload = follower.tell("hand_over", {"transfer": transfer, "name": name}).result(HAND_OVER_S)
+        _raise_failure(message, follower.index)
+    except (TimeoutError, AtollError) as error:
+        raise ConnectionError(f"worker {follower.index} did not hand over {name}: {error}") from error
+    return unpack_tensors(payload)[""]
+
+
 def _raise_failure(message: Message, index: int) -> None:
     if "failed" in message:
         kind, why = message["failed"]
@@ -395,7 +421,9 @@ def _hear(worker: IslandWorker, channel: Channel, commands: queue.Queue[tuple[Me
             commands.put((message, b""))
             time.sleep(STOPPING_S)
             os._exit(1)
-        if message["do"] in ASIDE:
+        if message["do"] == "stage":
+            worker.stage(message["given"]["transfer"], unpack_tensors(bytes(payload)))
+        elif message["do"] in ASIDE:
             given = (worker, channel, message, bytes(payload))
             threading.Thread(target=_obey, args=given, name=f"atoll-crew-{message['do']}", daemon=True).start()
         else:

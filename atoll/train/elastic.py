@@ -30,7 +30,7 @@ from atoll.data.stream import LeasedStream, ShardStream
 from atoll.elastic import messages as m
 from atoll.elastic.addresses import host_and_port, local_address_towards
 from atoll.elastic.crash import crash_point
-from atoll.elastic.donate import State, fetch_state
+from atoll.elastic.donate import fetch_state
 from atoll.elastic.link import Link, fetch_settings
 from atoll.elastic.tokens import Token, parse_token
 from atoll.errors import AtollError, CheckpointError, ConfigError, TransportError
@@ -45,7 +45,7 @@ from atoll.train.crew import Crew, follow
 from atoll.train.elastic_checkpoint import forget_own, save_committed
 from atoll.train.elastic_saved import forget_saved, saved_step, saving
 from atoll.train.folder import METRICS
-from atoll.train.island import Island, Landing, Stopped
+from atoll.train.island import Arriving, Island, Landing, Stopped
 from atoll.train.island_processes import (
     Fellows,
     deaf_to_interrupts,
@@ -306,13 +306,19 @@ class _Leader:
 
     # --- inside
 
-    def _fetch(self, donor: m.Donor) -> State:
+    def _fetch(self, donor: m.Donor) -> Arriving:
         limit = 64 * self._crew.numel + (1 << 20)  # anchor, outer state and warm starts, with room
         began = time.perf_counter()
-        tensors, about = fetch_state(donor, max_bytes=limit)
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        transfer, size = self._crew.begin_transfer(), 0
+
+        def keep(name: str, tensor: Tensor) -> None:
+            nonlocal size
+            size += tensor.nbytes
+            self._crew.stage(transfer, name, tensor)
+
+        _, about = fetch_state(donor, max_bytes=limit, keep=keep)
         self.line(f"state of round {about['round']}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")
-        return tensors, about
+        return Arriving(transfer, about)
 
     def _step(self) -> int:
         return min(self.island.round * self.config.inner_steps, self.config.max_steps)

@@ -31,12 +31,13 @@ from atoll.algo.schedule import Schedule
 from atoll.data.stream import LeasedStream
 from atoll.elastic import messages as m
 from atoll.elastic.crash import crash_point
+from atoll.elastic.donate import State
 from atoll.elastic.group import host_meeting, join_meeting
 from atoll.elastic.leases import common, without
 from atoll.elastic.link import LinkBack, LinkFailed, LinkLost
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, TransportError
 from atoll.train.config import TrainConfig
-from atoll.train.crew import Crew, Reached, State
+from atoll.train.crew import Crew, Reached
 from atoll.train.replica import StepReport
 
 MEETING_S = 20.0  # the longest wait for the first participant of an attempt to say where to meet
@@ -65,11 +66,19 @@ class Averaged:
 
 
 @dataclass(frozen=True)
+class Arriving:
+    """A committed state, all of whose rows are with the workers. transfer: its number. about: what came with it."""
+
+    transfer: int
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Fetched:
     """A transfer is over. result: the committed state, or why it did not come."""
 
     donor: m.Donor
-    result: State | AtollError
+    result: Arriving | AtollError
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ class Island:
         schedule: Schedule,
         link: ControlLink,
         watcher: Watcher,
-        fetch: Callable[[m.Donor], State],
+        fetch: Callable[[m.Donor], Arriving],
         should_stop: Callable[[], bool],
         has_state: bool = False,
         steps: int = 0,
@@ -399,15 +408,17 @@ class Island:
         speed = self._tokens_per_s() / fastest
         return steps if speed >= AS_FAST else max(1, int(steps * speed))
 
-    def _take_over(self, state: State) -> None:
+    def _take_over(self, state: Arriving) -> None:
         """Take over the committed state; what this island has done that no committed round holds stays owed."""
-        tensors, about = state
+        about = state.about
         mended = self.has_state and about["round"] == self.round  # the anchor alone was wrong
         spent = self._offer is not None and self._offer.spent
         keep = self.has_state and not mended
         idle = self._offer is None and self._taken is None and self.steps == 0
         with self._state_lock:
-            self._digest = self.crew.restore(tensors, about, keep=keep, spent=spent, rebase=not mended or idle)
+            self._digest = self.crew.restore(
+                about, transfer=state.transfer, keep=keep, spent=spent, rebase=not mended or idle
+            )
             self.round = about["round"]
             self.has_state = True
             self._commit = self._attempt = None
@@ -706,7 +717,7 @@ class Island:
 
     def _run_transfer(self, donor: m.Donor) -> None:
         """In its own thread."""
-        result: State | AtollError
+        result: Arriving | AtollError
         crash_point("island.fetching")
         try:
             result = self._fetch_state(donor)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 import xxhash
-from safetensors.torch import load as unpack_tensors
 from safetensors.torch import save as pack_tensors
 from torch import Tensor
 
@@ -27,12 +26,13 @@ from atoll.compress.base import shared_part
 from atoll.data import TextData
 from atoll.data.stream import LeasedStream
 from atoll.elastic.crash import crash_point
+from atoll.elastic.donate import AT_ONCE
 from atoll.elastic.group import connect_counterparts, join_meeting
 from atoll.errors import CheckpointError
 from atoll.parallel import Piece, refine
 from atoll.parallel.sharding import held_shards
 from atoll.train.anchor_digest import Leaves, OwnedRows
-from atoll.train.committed import CommittedRows, capture_rows, foresee_rows, load_rows, tensor_codes
+from atoll.train.committed import CommittedRows, PiecedState, capture_rows, foresee_rows, load_rows, tensor_codes
 from atoll.train.config import TrainConfig
 from atoll.train.piecewise import Group, average_pieces
 from atoll.train.replica import Replica, StepReport
@@ -43,7 +43,9 @@ from atoll.train.workers import ModelPart
 
 Given = Mapping[str, Any]
 Answer = tuple[dict[str, Any], bytes]
-ASIDE = frozenset({"average", "capture", "codes"})  # what is done beside the training, in a thread of its own
+ASIDE = frozenset(
+    {"average", "capture", "hand_over", "codes"}
+)  # what is done beside the training, in a thread of its own
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class IslandWorker:
         self.progress: list[Tensor] | None = None  # kept over a change of the anchor
         self._held_out = data.held_out[: config.eval_sequences]
         self._before: CommittedRows | None = None
+        self._captured: dict[int, dict[str, Tensor]] = {}  # copies of its committed rows, until they are fetched
+        self._staged: dict[int, dict[str, Tensor]] = {}  # its rows of states that are on their way here
         self._reached: dict[int, _Reached] = {}
         self._reached_lock = threading.Lock()
 
@@ -231,11 +235,25 @@ class IslandWorker:
     # --- the committed state
 
     def capture(self, given: Given, payload: bytes) -> Answer:
-        """A copy of the committed state of its rows, or of what landing the attempt `ahead` will leave."""
-        tensors, about = self.captured(given["ahead"], step=given["step"])
-        return about, pack_tensors(tensors)
+        """Copy the committed state of its rows, or what landing the attempt `ahead` will leave; says what there is."""
+        tensors, about = self.copy_committed(given["ahead"], step=given["step"])
+        _put_newest(self._captured, given["transfer"], tensors)
+        return about | {"tensors": {name: list(value.shape) for name, value in tensors.items()}}, b""
 
-    def captured(self, ahead: int | None, *, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def hand_over(self, given: Given, payload: bytes) -> Answer:
+        """One tensor of a copy, which is let go of."""
+        tensors = self._captured.get(given["transfer"], {})
+        if given["name"] not in tensors:
+            raise CheckpointError(f"the copy of {given['name']} was given up for newer ones.")
+        return {}, pack_tensors({"": tensors.pop(given["name"])})
+
+    def stage(self, transfer: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep what came of a state for `restore`."""
+        if transfer not in self._staged:
+            _put_newest(self._staged, transfer, {})
+        self._staged[transfer] |= tensors
+
+    def copy_committed(self, ahead: int | None, *, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if ahead is None:
             return capture_rows(self.sync, self.owned)
         with self._reached_lock:
@@ -249,7 +267,8 @@ class IslandWorker:
         oldest offer, which a committed round has."""
         self.progress = self.sync.progress(without_oldest=given["spent"]) if given["keep"] else None
         self._before = CommittedRows.of(self.sync)
-        load_rows(self.sync, self.owned, unpack_tensors(bytes(payload)), counts=given["counts"])
+        state = PiecedState(self._staged.pop(given["transfer"], {}), given)
+        load_rows(self.sync, self.owned, state.of(self.owned), counts=state.counts)
         return self.measure(given, b"")
 
     def settle(self, given: Given, payload: bytes) -> None:
@@ -310,6 +329,7 @@ COMMANDS: Mapping[str, Callable[[IslandWorker, Given, bytes], Answer | None]] = 
     "measure": IslandWorker.measure,
     "codes": IslandWorker.codes,
     "capture": IslandWorker.capture,
+    "hand_over": IslandWorker.hand_over,
     "restore": IslandWorker.restore,
     "settle": IslandWorker.settle,
     "withdraw": IslandWorker.withdraw,
@@ -318,6 +338,13 @@ COMMANDS: Mapping[str, Callable[[IslandWorker, Given, bytes], Answer | None]] = 
     "resume": IslandWorker.resume,
     "introduce": IslandWorker.introduce,
 }
+
+
+def _put_newest(kept: dict[int, dict[str, Tensor]], number: int, tensors: dict[str, Tensor]) -> None:
+    """Keep these, and of the others the newest alone: those that nobody fetched to the end would stay for ever."""
+    for old in sorted(kept)[: 1 - AT_ONCE or None]:
+        kept.pop(old, None)
+    kept[number] = tensors
 
 
 def owned_of(told: Mapping[str, Any]) -> list[OwnedRows]:

@@ -190,9 +190,9 @@ def test_a_state_is_read_back_by_workers_of_another_shape(pair: str) -> None:
     captured = [capture_rows(worker.sync, worker.owned) for worker in givers]
     tensors = {name: value for part, _ in captured for name, value in part.items()}
     shapes = {name: shape for _, about in captured for name, shape in about["shapes"].items()}
-    state = PiecedState(tensors, {"shapes": shapes})
+    state = PiecedState(tensors, {"shapes": shapes, "counts": [7]})
     for worker in takers:
-        load_rows(worker.sync, worker.owned, state.of(worker.owned), counts=[7])
+        load_rows(worker.sync, worker.owned, state.of(worker.owned), counts=state.counts)
         worker.sync.rebase(None)
         assert worker.sync.round == 7
     assert digest_of(takers) == digest_of(givers)
