@@ -19,9 +19,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from atoll.train.worker_channel import Channel, ChannelClosed, Message
 BEAT_S = 0.5  # between two signs of life of a worker
 FROZEN_BEATS = 20  # looks without a sign of life, half a second apart, after which a worker counts as dead
 
+GONE_S = 2.0  # for the end of another worker to be heard of
 HAND_OVER_S = 60.0  # for a worker to hand over one tensor
 STOPPING_S = 5.0  # for a worker to end that was told to; it may be in a collective that the leader left
 
@@ -109,6 +110,7 @@ class Crew:
         self._followers = [Follower(index, channel) for index, channel in sorted(followers.items())]
         self._lost = lost
         self._closing = False
+        self._gone = threading.Event()
         self._transfers = 0
         self._numbering = threading.Lock()
         for follower in self._followers:
@@ -137,12 +139,13 @@ class Crew:
 
     def step(self, step: int) -> StepReport:
         """One inner step of the island."""
-        if self._followers:
-            config = self.worker.config
-            samples = self.worker.stream.upcoming(config.batch_size * config.gradient_accumulation_steps)
-            for follower in self._followers:
-                follower.say("step", {"step": step, "samples": samples})
-        return self.worker.train(step)
+        with self._in_company():
+            if self._followers:
+                config = self.worker.config
+                samples = self.worker.stream.upcoming(config.batch_size * config.gradient_accumulation_steps)
+                for follower in self._followers:
+                    follower.say("step", {"step": step, "samples": samples})
+            return self.worker.train(step)
 
     def restart(self) -> None:
         """Throw the progress of this island away: its parameters become the anchor, and the inner state begins anew."""
@@ -311,6 +314,10 @@ class Crew:
         answers = self._ask("resume", {"folder": str(folder), "seat": seat})
         return answers[0][0], combine(self._owned, [leaves for _, leaves in answers])
 
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes that each worker holds, by state."""
+        return [answer["bytes"] for answer, _ in self._ask("memory", {})]
+
     def close(self) -> None:
         """The island has done its work: the others end."""
         self._closing = True
@@ -320,13 +327,25 @@ class Crew:
 
     # --- inside
 
-    def _ask(self, command: str, given: Given, payloads: Sequence[bytes] = ()) -> list[Answer]:
+    @contextmanager
+    def _in_company(self) -> Iterator[None]:
+        """What fails here because another worker died is that worker's death: its channel will say so in a moment.
+
+        worker 1 dies        leader: a gradient does not come, RuntimeError
+                             listening thread: the channel has ended; it ends this process, and says why
+        """
+        try:
+            yield
+        except (RuntimeError, ChannelClosed) as error:
+            if self._followers and self._gone.wait(GONE_S):
+                raise TransportError("a worker of this island is gone") from error
+            raise
+
+    def _ask(self, command: str, given: Given) -> list[Answer]:
         """Have every worker do something; their answers in the order of the workers. Raises what any of them raised."""
-        shares = list(payloads) or [b""] * self.num_workers
-        waiting = [
-            follower.tell(command, given, share) for follower, share in zip(self._followers, shares[1:], strict=True)
-        ]
-        return self._collect(waiting, lambda: self.worker.do(command, given, shares[0]))
+        with self._in_company():
+            waiting = [follower.tell(command, given) for follower in self._followers]
+            return self._collect(waiting, lambda: self.worker.do(command, given))
 
     def _collect(self, waiting: Sequence[Future[tuple[Message, bytes]]], own: Callable[[], Answer]) -> list[Answer]:
         """What this worker answers, and then the others. Nobody is left behind: all have answered when this is over."""
@@ -355,6 +374,7 @@ class Crew:
                 message, payload = follower.channel.receive()
             except ChannelClosed:
                 if not self._closing:
+                    self._gone.set()
                     self._lost(f"worker {follower.index} of this island is gone")
                 return
             follower.looks = 0

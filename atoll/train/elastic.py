@@ -58,6 +58,7 @@ from atoll.train.island_processes import (
 from atoll.train.island_worker import IslandWorker
 from atoll.train.launch import under_torchrun
 from atoll.train.layout import make_layout
+from atoll.train.memory import describe_counted
 from atoll.train.metrics import MetricsWriter, StepEvent
 from atoll.train.replica import Replica, StepReport
 from atoll.train.stopping import Interrupted, Signals, watch_signals
@@ -186,6 +187,8 @@ class _Leader:
         self._last_eval_step = resumed.last_eval_step
         self._first_saved_step = resumed.saved_step
         self._save_from = 0.0
+        self._joined = seat < 0
+        self._tells_memory = crew.num_workers > 1 and console is not None
         self._run_dir = Path(config.output_dir)
         self._metrics = MetricsWriter(self._run_dir / METRICS)
         self._link = Link(token, lambda: self.island.hello(), beat=lambda: self.island.beat())
@@ -257,10 +260,19 @@ class _Leader:
             console.step(event) if due else console.advance(step)
 
     def committed(self, landing: Landing) -> None:
+        if self._tells_memory and (self._joined or landing.leads):
+            self._tell_memory()
         if self._evaluation_is_due(landing.step):
             self._evaluate(landing)
         if landing.leads and self._save_is_due(landing.step):
             self._save(patience_s=0.0)
+
+    def _tell_memory(self) -> None:
+        """Once, when the first round has allocated everything: what each of many workers holds."""
+        self._tells_memory = False
+        layout = make_layout(self.config, vocab_size=self._crew.worker.data.vocab_size)
+        for line in describe_counted(layout, self._crew.memory()):
+            self.line(line)
 
     def line(self, text: str) -> None:
         if self._console is not None:

@@ -13,6 +13,8 @@ import secrets
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 MEETING_S = 120.0  # for all workers of an island to be there, torch loaded
+LOOK_S = 0.5  # between two looks whether the leader is there
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -63,6 +66,7 @@ def _be_follower(
         if number != index:
             theirs.close()
     be_worker(index)
+    _end_with(os.getppid())
     channel, code = ends[index][1], 0
     try:
         follow(index, channel)
@@ -74,6 +78,17 @@ def _be_follower(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_with(leader: int) -> None:
+    """End this process when its parent is gone, also while it loads and nobody listens to the channel yet."""
+
+    def watch() -> None:
+        while os.getppid() == leader:
+            time.sleep(LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="atoll-leader-watch", daemon=True).start()
 
 
 def _tell(channel: Channel, error: BaseException) -> None:

@@ -34,8 +34,9 @@ from atoll.parallel.sharding import held_shards
 from atoll.train.anchor_digest import Leaves, OwnedRows
 from atoll.train.committed import CommittedRows, PiecedState, capture_rows, foresee_rows, load_rows, tensor_codes
 from atoll.train.config import TrainConfig
+from atoll.train.memory import memory_by_state
 from atoll.train.piecewise import Group, average_pieces
-from atoll.train.replica import Replica, StepReport
+from atoll.train.replica import Member, Replica, StepReport
 from atoll.train.sync import Arrived, ReplicaSync, WeighedTransport
 from atoll.train.through_host import ThroughHost
 from atoll.train.worker_state import Shards
@@ -313,6 +314,11 @@ class IslandWorker:
         _, leaves = self.measure(given, b"")
         return about | {"counts": [self.sync.round]}, leaves
 
+    def memory(self, given: Given, payload: bytes) -> Answer:
+        """Bytes that it holds, by state."""
+        member = Member(self.replica, self.sync.transport, self.sync)
+        return {"bytes": dict(memory_by_state(member).bytes_by_state)}, b""
+
     def introduce(self, given: Given, payload: bytes) -> Answer:
         """What it owns."""
         return {"owned": {one.name: [one.start, one.stop, list(one.shape)] for one in self.owned}}, b""
@@ -336,6 +342,7 @@ COMMANDS: Mapping[str, Callable[[IslandWorker, Given, bytes], Answer | None]] = 
     "save": IslandWorker.save,
     "save_own": IslandWorker.save_own,
     "resume": IslandWorker.resume,
+    "memory": IslandWorker.memory,
     "introduce": IslandWorker.introduce,
 }
 
