@@ -46,7 +46,7 @@ from atoll.train.sync import Offer
 from atoll.train.worker_channel import Channel, ChannelClosed, Message
 
 BEAT_S = 0.5  # between two signs of life of a worker
-FROZEN_BEATS = 20  # looks without a sign of life, half a second apart, after which a worker counts as dead
+FROZEN_BEATS = 12  # looks without a sign of life, half a second apart, after which a worker counts as dead
 
 GONE_S = 2.0  # for the end of another worker to be heard of
 HAND_OVER_S = 60.0  # for a worker to hand over one tensor
