@@ -68,14 +68,36 @@ def coordinator(args: tuple[str, ...], host: str, allow_public_network: bool) ->
 @click.option("--output-dir", default="", help="Where this island keeps things. [default: runs/joined-RUN]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--threads", type=click.IntRange(min=0), default=0, show_default=True, help="CPU threads; 0: all cores.")
-def join(token: str | None, output_dir: str, device: str, threads: int) -> None:
+@click.option("--pipeline-stages", type=click.IntRange(min=1), help="Workers that the layers are cut over, here.")
+@click.option("--data-workers", type=click.IntRange(min=1), help="Workers that share the island's batch, here.")
+@click.option(
+    "--sharding", type=click.Choice(["replicate", "shard"]), help="Of each stage over its data workers, here."
+)
+@click.option(
+    "--microbatches", type=click.IntRange(min=0), help="Parts that follow each other through the stages, here."
+)
+def join(
+    token: str | None,
+    output_dir: str,
+    device: str,
+    threads: int,
+    pipeline_stages: int | None,
+    data_workers: int | None,
+    sharding: str | None,
+    microbatches: int | None,
+) -> None:
     """Train in the run that TOKEN leads to, until it is over. Its settings and its state come from there.
 
     TOKEN is the line that `atoll token create` prints, @FILE with it, or - for standard input; without one, the
     variable ATOLL_TOKEN is read. Ctrl-C leaves in good order; the others go on.
 
+    The island may lie on several workers, as the run says or as the flags do: this command starts them on this machine,
+    and torchrun on several, where every rank runs it and rank 0 leads.
+
     \b
     atoll join atoll1.AG4AAA...
+    atoll join @token.txt --pipeline-stages 4
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m atoll join @token.txt --data-workers 4 --pipeline-stages 4
     atoll join @token.txt
     ssh host atoll token create runs/shared | atoll join -
     """
@@ -85,7 +107,14 @@ def join(token: str | None, output_dir: str, device: str, threads: int) -> None:
     parse_token(line)
     from atoll.train.elastic import join as train_in
 
-    train_in(line, output_dir=output_dir, device=device, threads=threads)
+    given = {
+        "pipeline_stages": pipeline_stages,
+        "data_workers": data_workers,
+        "sharding": sharding,
+        "microbatches": microbatches,
+    }
+    workers = {key: value for key, value in given.items() if value is not None}
+    train_in(line, output_dir=output_dir, device=device, threads=threads, workers=workers)
 
 
 @click.group(context_settings=HELP, short_help="Who may join a run: create, list, revoke.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.cli.flags import settings_from
+from atoll.errors import ConfigError
 from atoll.train.checkpoint import prepare_run_dir
 from atoll.train.config import TrainConfig, build_config
 from atoll.train.console import print_line
@@ -27,6 +28,7 @@ def train(args: Sequence[str]) -> None:
     if config.dry_run:
         return dry_run(config, options or Options())
     if under_torchrun():
+        refuse_elastic(config)
         run_in_this_process(config)
     else:
         run(config)
@@ -47,6 +49,15 @@ def run(config: TrainConfig) -> None:
         run_in_this_process(config)
     else:
         run_workers(config, work_in_engine)
+
+
+def refuse_elastic(config: TrainConfig) -> None:
+    """torchrun starts the workers of one island, and none of its own accord belongs to a run."""
+    if config.elastic:
+        raise ConfigError(
+            "elastic=true under torchrun: torchrun starts the workers of one island, which joins a run.\n"
+            "Start `atoll coordinator` with these settings, and torchrun with `-m atoll join TOKEN` for each island."
+        )
 
 
 def run_in_this_process(config: TrainConfig) -> None:

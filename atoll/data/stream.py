@@ -113,6 +113,15 @@ class LeasedStream:
         """Add ranges [start, stop) to what may be read."""
         self._leased.extend(ranges)
 
+    def upcoming(self, samples: int) -> list[tuple[int, int]]:
+        """The ranges that the next `samples` samples will be read from."""
+        ranges, missing = [], samples
+        for start, stop in self._leased:
+            if missing:
+                ranges.append((start, min(stop, start + missing)))
+                missing -= ranges[-1][1] - start
+        return ranges
+
     def settle(self) -> tuple[tuple[int, int], ...]:
         """What was read goes into somebody's account: returned, and no longer among `used`."""
         used, self._used = self.used, []

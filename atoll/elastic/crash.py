@@ -38,6 +38,14 @@ def crash_point(point: str) -> None:
         os.kill(os.getpid(), signum)
 
 
+def be_worker(index: int) -> None:
+    """From now on this process is called as its island is, and `/index`."""
+    where = os.environ.get(VARIABLE)
+    if where is not None:
+        name, _, path = where.partition("@")
+        os.environ[VARIABLE] = f"{name}/{index}@{path}"
+
+
 def planned(plan: str, name: str, point: str, *, passed: int) -> int | None:
     """The signal that `plan` holds for process `name` at `point`, which it has passed so often; None for none."""
     for line in plan.splitlines():

@@ -38,7 +38,28 @@ from atoll.elastic.serving import SecureServer, url
 from atoll.elastic.wire import WireError, load_json, printable
 from atoll.errors import AtollError, ConfigError, TransportError
 
-State = tuple[dict[str, Tensor], dict[str, Any]]
+
+@dataclass(frozen=True)
+class Promised:
+    """A tensor that another process holds until its turn comes.
+
+    load: fetches it; may block, and is called once at most. Raises ConnectionError where it cannot.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+Held = Tensor | Promised
+State = tuple[Mapping[str, Held], dict[str, Any]]
 
 CHUNK_BYTES = 256 * 1024  # at a time: the loop that sends them also sends the heartbeats
 MAX_HEADER_BYTES = 8 * 1024 * 1024  # about 80,000 tensors
@@ -137,25 +158,44 @@ class StateServer:
                 return web.Response(status=503, text="you have left.")  # the joiner: nobody reads this
 
 
-async def _stream(
-    request: web.Request, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> web.StreamResponse:
+async def _stream(request: web.Request, tensors: Mapping[str, Held], metadata: Mapping[str, Any]) -> web.StreamResponse:
     head, ordered = _head(tensors, metadata)
     size = len(head) + sum(tensor.nbytes for tensor in ordered) + HASH_BYTES
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Content-Length": str(size)})
     await response.prepare(request)
     digest = hashlib.sha256()
-    for chunk in _chunks(head, ordered):
-        digest.update(chunk)
-        await response.write(chunk)
-        crash_point("donor.sending")
+    for held in (head, *ordered):
+        for chunk in _chunks(await _view_of(held, request)):
+            digest.update(chunk)
+            await response.write(chunk)
+            crash_point("donor.sending")
     await response.write(digest.digest())
     await response.write_eof()
     crash_point("donor.sent")
     return response
 
 
-def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
+async def _view_of(held: bytes | Held, request: web.Request) -> memoryview:
+    """Its bytes; those of a promise are fetched in a thread, for this loop sends the heartbeats as well.
+
+    Where it is not kept the connection is cut: the head is sent, and no answer could say it any more.
+    """
+    if isinstance(held, bytes):
+        return memoryview(held)
+    if not isinstance(held, Promised):
+        return _bytes_of(held)
+    try:
+        tensor = await asyncio.to_thread(held.load)
+        if (tensor.dtype, tuple(tensor.shape)) != (held.dtype, held.shape):
+            raise ConnectionError("what was promised is not what came")
+    except ConnectionError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise
+    return _bytes_of(tensor)
+
+
+def _head(tensors: Mapping[str, Held], metadata: Mapping[str, Any]) -> tuple[bytes, list[Held]]:
     """Length and header of a safetensors file, and its tensors in order: wide types first, so that all are aligned."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {METADATA: {"atoll": json.dumps(metadata)}}
@@ -170,10 +210,9 @@ def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[b
     return len(text).to_bytes(8, "little") + text, [tensors[name] for name in names]
 
 
-def _chunks(head: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
-    for view in (memoryview(head), *map(_bytes_of, tensors)):
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
+def _chunks(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -216,24 +255,44 @@ def fetch_state(
     max_bytes: int,
     idle_s: float = 60.0,
     free_bytes: Callable[[], int | None] | None = None,
-) -> State:
+    keep: Callable[[str, Tensor], None] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state that `donor` holds: tensors on the host, and metadata. Blocks until it is here.
+
+    keep: is given the tensors as they come, which are then not returned; they are whole if this returns.
 
     max_bytes: what the tensors of this run can weigh at most. idle_s: the longest the donor may be silent (it
     answers at its next step boundary). free_bytes: memory that may be taken, None where that is not known.
     Raises TransferError or NotEnoughMemory, before anything large is allocated where lengths or memory are the cause.
     """
-    return asyncio.run(_fetch(donor, max_bytes=max_bytes, idle_s=idle_s, free_bytes=free_bytes or free_memory_bytes))
+    tensors: dict[str, Tensor] = {}
+    metadata = asyncio.run(
+        _fetch(
+            donor,
+            max_bytes=max_bytes,
+            idle_s=idle_s,
+            free_bytes=free_bytes or free_memory_bytes,
+            keep=keep or tensors.__setitem__,
+        )
+    )
+    return tensors, metadata
 
 
-async def _fetch(donor: Donor, *, max_bytes: int, idle_s: float, free_bytes: Callable[[], int | None]) -> State:
+async def _fetch(
+    donor: Donor,
+    *,
+    max_bytes: int,
+    idle_s: float,
+    free_bytes: Callable[[], int | None],
+    keep: Callable[[str, Tensor], None],
+) -> dict[str, Any]:
     where = join_host_port(donor.address, donor.port)
     try:
         async with _asking(donor, idle_s=idle_s) as response:
             if response.status != 200:
                 words = printable((await response.content.read(300)).decode(errors="replace"), limit=200)
                 raise TransferError(f"the donor {where} refused: {words}")
-            return await _receive(_Reader(response), max_bytes=max_bytes, free_bytes=free_bytes)
+            return await _receive(_Reader(response), max_bytes=max_bytes, free_bytes=free_bytes, keep=keep)
     except TimeoutError:
         raise TransferError(f"the donor {where} was silent for {idle_s:.0f} s.") from None
     except (aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError) as error:
@@ -286,20 +345,21 @@ class _Reader:
             raise TransferError("the state was altered on its way: its SHA-256 is wrong. Nothing of it was used.")
 
 
-async def _receive(reader: _Reader, *, max_bytes: int, free_bytes: Callable[[], int | None]) -> State:
+async def _receive(
+    reader: _Reader, *, max_bytes: int, free_bytes: Callable[[], int | None], keep: Callable[[str, Tensor], None]
+) -> dict[str, Any]:
     header_bytes = int.from_bytes(await reader.exactly(8), "little")
     if header_bytes > min(MAX_HEADER_BYTES, reader.left):
         raise TransferError(f"the donor claims a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are read.")
     header = await reader.exactly(header_bytes)
     parts, metadata = read_header(header, data_bytes=reader.left - HASH_BYTES, max_bytes=max_bytes)
     _check_memory(reader.left, free_bytes())
-    tensors = {}
     for part in parts:
         flat = torch.empty(part.stop - part.start, dtype=torch.uint8)
         await reader.into(flat.numpy().data)
-        tensors[part.name] = flat.view(part.dtype).reshape(part.shape)
+        keep(part.name, flat.view(part.dtype).reshape(part.shape))
     await reader.check_hash()
-    return tensors, metadata
+    return metadata
 
 
 @dataclass(frozen=True)

@@ -59,15 +59,34 @@ def connect(
     store: dist.Store, participants: Sequence[Participant], *, member: str, attempt: int, address: str, timeout_s: float
 ) -> dist.ProcessGroup:
     """The group of an attempt, in the order of its participants; waits for all of them, `timeout_s` at most."""
+    place = [participant.member for participant in participants].index(member)
+    name, size = f"attempt-{attempt}", len(participants)
+    return connect_counterparts(store, name, place, size, address=address, timeout_s=timeout_s)
+
+
+def connect_counterparts(
+    store: dist.Store, name: str, place: int, size: int, *, address: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """The group called `name` of one process of each of `size` islands, in their order; waits for all of them."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._threads = 1
-    place = [participant.member for participant in participants].index(member)
     try:
-        return dist.ProcessGroupGloo(dist.PrefixStore(f"attempt-{attempt}", store), place, len(participants), options)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, size, options)
     except (RuntimeError, dist.DistError) as error:
-        raise TransportError(f"the participants of attempt {attempt} did not meet: {_first_line(error)}") from error
+        raise TransportError(f"those of {name} did not meet: {_first_line(error)}") from error
+
+
+def hand_round(store: dist.Store, name: str, place: int, own: bytes, *, size: int, timeout_s: float) -> list[bytes]:
+    """What each of `size` participants says under `name`, in their order; waits for all of them."""
+    keys = [f"{name}/{number}" for number in range(size)]
+    try:
+        store.set(keys[place], own)
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return [store.get(key) for key in keys]
+    except (RuntimeError, dist.DistError) as error:
+        raise TransportError(f"not all participants said their {name}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

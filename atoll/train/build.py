@@ -192,18 +192,24 @@ def _build_member(
     return Member(replica, transport, outer)
 
 
+def build_part(layout: Layout, mesh: ReplicaMesh, *, vocab_size: int) -> ModelPart:
+    """This worker's layers and rows of the model of a replica of many. Collective."""
+    config = layout.config
+    built = model_config(config, vocab_size=vocab_size)
+    settings = parallel_settings(config, bfloat16=computes_in_bfloat16(config, mesh.device))
+    model = build_parallel(built, mesh, settings, seed=None if config.init_from else config.seed)
+    if config.init_from:
+        _refuse_misfit(config, built, vocab_size=vocab_size)
+        ShardReader(initial_folder(config).glob("*.safetensors")).fill_(model.held())
+    return ModelPart(model)
+
+
 def _build_worker(
     layout: Layout, transport: Transport, data: TextData, *, mesh: ReplicaMesh, schedule: Schedule, workers: Workers
 ) -> Member:
     """This worker of a replica of many: its layers and rows of the model, which it syncs with its counterparts."""
     config = layout.config
-    built = model_config(config, vocab_size=data.vocab_size)
-    settings = parallel_settings(config, bfloat16=computes_in_bfloat16(config, mesh.device))
-    model = build_parallel(built, mesh, settings, seed=None if config.init_from else config.seed)
-    if config.init_from:
-        _refuse_misfit(config, built, vocab_size=data.vocab_size)
-        ShardReader(initial_folder(config).glob("*.safetensors")).fill_(model.held())
-    part = ModelPart(model)
+    part = build_part(layout, mesh, vocab_size=data.vocab_size)
     stream = data.stream(transport.replica)
     replica = Replica(
         transport.replica, model=part, stream=stream, config=config, device=mesh.device, worker=mesh.worker

@@ -308,7 +308,7 @@ def _check_workers(config: TrainConfig) -> None:
                 f"Use gradient_accumulation_steps={config.microbatches}, or pipeline_stages=2 or more."
             )
         return
-    alone = {"method": "diloco", "engine": "torchdist", "average_inner_state": False, "elastic": False}
+    alone = {"method": "diloco", "engine": "torchdist", "average_inner_state": False}
     wrong = [f"{key}={getattr(config, key)!r}" for key, value in alone.items() if getattr(config, key) != value]
     if wrong:
         raise ValueError(
@@ -361,8 +361,13 @@ def _check_elastic(config: TrainConfig) -> None:
         )
     settings = flatten(config.model_dump())
     wrong = [f"{key}={settings[key]!r}" for key, value in fixed.items() if settings[key] != value]
-    if wrong or config.data.source.startswith("hf:"):
-        wrong = wrong or [f"data.source={config.data.source!r}"]
+    if config.data.source.startswith("hf:"):
+        raise ValueError(
+            f"elastic=true cannot read data.source={config.data.source!r}: islands lease samples by their place in one "
+            "order, and a stream can only be read from its beginning.\nWrite it as token shards once "
+            "(atoll.data.write_token_shards) and name their folder."
+        )
+    if wrong:
         raise ValueError(
             f"elastic=true cannot be combined with {', '.join(wrong)}: islands lease samples from one order and decide "
             "by themselves who takes part. Leave that setting as it is by default, or elastic out."

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -25,9 +25,11 @@ from atoll.train.console import print_line, waiting
 from atoll.train.elastic_saved import forget_saved
 from atoll.train.folder import CONFIG, METRICS, holds_run, refuse_taken
 from atoll.train.fork_server import start_fork_server
+from atoll.train.island_processes import fork_followers, meet_here, meet_there
 from atoll.train.launch import WorkersFailed, _end_with_launcher, _Failure, _passing_signals_on, _signal_all
 from atoll.train.metrics import truncate_metrics
 from atoll.train.resume import STATE
+from atoll.train.worker_channel import Channel
 
 COORDINATOR_S = 60.0  # to start, torch included
 GRACE_S = 10.0  # for the coordinator to end after the last island did
@@ -192,11 +194,18 @@ def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
 
 
 def _work(settings: dict[str, Any], token: str, seat: int, pipe: Connection) -> None:
-    """An island's process."""
+    """The process that leads an island. It forks the island's other workers before it starts any thread."""
     os.setpgid(0, 0)
-    _end_with_launcher()
     config = build_config(settings)
-    failure = _run_island(config, token, seat)
+    channels = fork_followers(config, lambda index, channel: _follow(config, token, index, channel, pipe))
+    _end_with_launcher()
+
+    def lost(why: str) -> None:
+        """An island without one of its workers is dead, whatever its other threads wait for."""
+        pipe.send((TransportError("").exit_code, f"replica {seat}: {why}", True))
+        os._exit(TransportError("").exit_code)
+
+    failure = _run_island(config, token, seat, channels, lost)
     if failure is not None:
         pipe.send((failure.exit_code, failure.message, failure.transport))
         pipe.close()
@@ -204,12 +213,31 @@ def _work(settings: dict[str, Any], token: str, seat: int, pipe: Connection) -> 
     os._exit(failure.exit_code if failure is not None else 0)  # a wait inside gloo may never let an orderly exit finish
 
 
-def _run_island(config: TrainConfig, token: str, seat: int) -> _Failure | None:
+def _follow(config: TrainConfig, token: str, index: int, channel: Channel, pipe: Connection) -> None:
+    """Another worker of the island, in a process of its own."""
+    pipe.close()
+    from atoll.elastic.tokens import parse_token
+    from atoll.train.elastic import follow_leader
+
+    follow_leader(config, parse_token(token), index, channel, meet_there(channel))
+
+
+def _run_island(
+    config: TrainConfig, token: str, seat: int, channels: Mapping[int, Channel], lost: Callable[[str], None]
+) -> _Failure | None:
     try:
         from atoll.elastic.tokens import parse_token
         from atoll.train.elastic import run_island
 
-        run_island(config, parse_token(token), seat=seat, founder=True, num_processes=config.replicas)
+        run_island(
+            config,
+            parse_token(token),
+            seat=seat,
+            founder=True,
+            num_processes=config.num_processes,
+            fellows=meet_here(channels),
+            lost=lost,
+        )
     except AtollError as error:
         return _Failure(error.exit_code, str(error), isinstance(error, TransportError))
     except KeyboardInterrupt:

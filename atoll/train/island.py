@@ -14,7 +14,7 @@ What may happen between an offer and its commit, and how it is heard of:
 
 An attempt changes nothing of the island, so that it can be given up at any moment. Only `_adopt_committed` and
 `_take_over` move the anchor, both in the training thread. docs/protocol.md ("What an island must do") says what the
-others rely on.
+others rely on. What the island's workers do, it does by its `Crew`: here it is one, however many they are.
 """
 
 from __future__ import annotations
@@ -27,23 +27,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from atoll.algo.merge import geometry
 from atoll.algo.schedule import Schedule
-from atoll.comm.torchdist import TorchDistTransport
 from atoll.data.stream import LeasedStream
 from atoll.elastic import messages as m
 from atoll.elastic.crash import crash_point
-from atoll.elastic.group import connect, host_meeting, join_meeting
+from atoll.elastic.donate import State
+from atoll.elastic.group import host_meeting, join_meeting
 from atoll.elastic.leases import common, without
 from atoll.elastic.link import LinkBack, LinkFailed, LinkLost
 from atoll.errors import AtollError, CheckpointError, ConfigError, DataError, TransportError
 from atoll.exchange import mean_sent_bytes
-from atoll.train.committed import capture, capture_ahead, restore
 from atoll.train.config import TrainConfig
-from atoll.train.replica import Replica, StepReport
-from atoll.train.sync import Arrived, ReplicaSync
+from atoll.train.crew import Crew, Reached
+from atoll.train.replica import StepReport
 
 MEETING_S = 20.0  # the longest wait for the first participant of an attempt to say where to meet
 LEASED_ROUNDS = 2  # rounds of samples that an island holds at most
@@ -51,8 +48,6 @@ SAY_AGAIN_S = 0.5  # after a refusal, before the same is offered again
 MEND_S = 3.0  # after a refusal for a damaged anchor, before the island asks for a donor by saying what it holds
 AS_FAST = 0.85  # of the fastest island's speed; from there on an island takes all inner steps: grace covers the rest
 LAST_STATE_S = 5.0  # at the end of the run, for an island that is behind to fetch the last state
-
-State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class ControlLink(Protocol):
@@ -68,8 +63,16 @@ class Averaged:
     """An attempt of this island is over. result: what it reached, or why it failed."""
 
     attempt: int
-    result: Arrived | AtollError
+    result: Reached | AtollError
     wire_s: float
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A committed state, all of whose rows are with the workers. transfer: its number. about: what came with it."""
+
+    transfer: int
+    about: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Fetched:
     """A transfer is over. result: the committed state, or why it did not come."""
 
     donor: m.Donor
-    result: State | AtollError
+    result: Arriving | AtollError
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class Stopped(Exception):
 class Island:
     """The training thread of one island.
 
-    introduction: what it says of itself when it comes to the coordinator, the state it holds left out.
+    crew: its workers, led by this process. digest: of the anchor that they hold. introduction: what it says of itself
+    when it comes to the coordinator, the state it holds left out.
     books: name of the books on samples in which those that the stream holds are its own.
     """
 
@@ -131,23 +135,23 @@ class Island:
         config: TrainConfig,
         *,
         introduction: m.Hello,
-        replica: Replica,
-        sync: ReplicaSync,
+        crew: Crew,
+        digest: str,
         schedule: Schedule,
         link: ControlLink,
         watcher: Watcher,
-        fetch: Callable[[m.Donor], State],
+        fetch: Callable[[m.Donor], Arriving],
         should_stop: Callable[[], bool],
         has_state: bool = False,
         steps: int = 0,
         position: int = 0,
         books: str = "",
     ) -> None:
-        assert isinstance(replica.stream, LeasedStream)
+        assert isinstance(crew.worker.stream, LeasedStream)
         self.config = config
-        self.replica = replica
-        self.sync = sync
-        self.round = sync.round  # the committed round whose state this island holds
+        self.crew = crew
+        self.replica = crew.worker.replica
+        self.round = crew.round  # the committed round whose state this island holds
         self.has_state = has_state  # whether the anchor is one that was committed, or that a founder may begin with
         self.seat = introduction.seat
         self.leads = False
@@ -156,7 +160,7 @@ class Island:
         self.position = position
         self.books = books
         self._introduction = introduction
-        self._stream = replica.stream
+        self._stream = crew.worker.stream
         self._delayed = schedule.delay > 0
         self._blocking_first = schedule.blocking_first
         self._link = link
@@ -166,7 +170,7 @@ class Island:
         self._target = config.inner_steps
         self._num_rounds = -(-config.max_steps // config.inner_steps)
         self._state_lock = threading.Lock()  # held while the anchor moves
-        self._digest = sync.digest()  # of the anchor as it was when it last moved
+        self._digest = digest  # of the anchor as it was when it last moved
         # what the coordinator said
         self._coming_connection = self._connection = 0  # only on one with a Welcome is anything said
         self._boot = ""
@@ -220,26 +224,28 @@ class Island:
         """A sign of life, from another thread."""
         return m.Beat(self.steps, self._tokens_per_s(), self._loss)
 
+    @property
+    def digest(self) -> str:
+        """Of the anchor as it was when it last moved."""
+        return self._digest
+
     def snapshot(self) -> State:
         """The committed state for a joiner; from another thread. Raises `CheckpointError` where there is none."""
         with self._state_lock:
             if not self.has_state:
                 raise CheckpointError("this island holds no committed state itself.")
             commit, attempt = self._commit, self._attempt
-            if commit is not None and attempt is not None and attempt.arrived is not None:
-                tensors, about = capture_ahead(self.sync, attempt.arrived, step=self._step_of(commit.round))
-            else:
-                tensors, about = capture(self.sync)
-        return tensors, about | {"position": self.position}
+            ahead = attempt.arrived if commit is not None and attempt is not None else None
+            round, digest = (self.round, self._digest) if ahead is None else (self.round + 1, ahead.digest)
+            tensors, about = self.crew.capture(ahead, step=self._step_of(round))
+        return tensors, about | {"round": round, "digest": digest, "position": self.position}
 
-    def withdraw(self) -> list[Tensor]:
-        """Before leaving: nothing is on offer any more. Returns the progress that no committed round holds."""
+    def withdraw(self) -> None:
+        """Before leaving: nothing is on offer any more. The progress that no committed round holds can be kept then."""
         if self._commit is not None:
             self._adopt_committed()
-        progress = self.sync.progress(without_oldest=self._offer is not None and self._offer.spent)
-        self.sync.take_back(0)
+        self.crew.withdraw(spent=self._offer is not None and self._offer.spent)
         self._owe_again()
-        return progress
 
     def _is_over(self) -> bool:
         return self.finish is not None or self.round >= self._num_rounds
@@ -257,8 +263,7 @@ class Island:
     def _inner_step(self) -> None:
         crash_point("island.step")
         step = self._step()
-        self.replica.compute_gradients(step)
-        report = self.replica.update(step)
+        report = self.crew.step(step)
         self.steps += 1
         self._inner_s += report.seconds
         self._loss = _smooth(self._loss, report.loss)
@@ -313,7 +318,7 @@ class Island:
         """Take the progress of this island as it is now."""
         crash_point("island.before_take")
         replica = self.replica
-        offer = self.sync.take(0, weight=float(replica.tokens - replica.tokens_at_sync))
+        offer = self.crew.take(weight=float(replica.tokens - replica.tokens_at_sync))
         ready = m.Ready(
             round=self.round + 1,
             base="",
@@ -339,7 +344,7 @@ class Island:
         if offer is None or offer.spent or self._commit is not None or self._benched:
             return
         self._say_again_at = None
-        offer.ready = replace(offer.ready, round=self.round + 1, base=self.sync.measure_digest())
+        offer.ready = replace(offer.ready, round=self.round + 1, base=self.crew.digest())
         self._note()
         self._say(offer.ready)
         crash_point("island.ready")
@@ -370,9 +375,7 @@ class Island:
     def _drop_work(self) -> None:
         """Start again from the anchor: what was done since can be in no round."""
         self._offer = self._taken = None  # an attempt that it listens to goes on
-        self.sync.take_back(0)
-        self.sync.restart()
-        self.replica.start_afresh()
+        self.crew.restart()
         self.replica.tokens_at_sync = self.replica.tokens
         self._stream.settle()
         self.steps, self._inner_s = 0, 0.0
@@ -387,10 +390,10 @@ class Island:
         crash_point("island.before_land")
         step = self._step_of(commit.round)
         with self._state_lock:
-            report = self.sync.land(0, attempt.arrived, step=step)
-            self.round, self._digest = commit.round, self.sync.digest()
+            self._digest = self.crew.land(attempt.arrived, step=step)
+            self.round = commit.round
             self._commit = self._attempt = None
-        if report.weights[attempt.place] > 0:
+        if attempt.offers:
             self._offer = None
         else:
             self._owe_again()
@@ -417,18 +420,18 @@ class Island:
         speed = self._tokens_per_s() / fastest
         return steps if speed >= AS_FAST else max(1, int(steps * speed))
 
-    def _take_over(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    def _take_over(self, state: Arriving) -> None:
         """Take over the committed state; what this island has done that no committed round holds stays owed."""
+        about = state.about
         mended = self.has_state and about["round"] == self.round  # the anchor alone was wrong
         spent = self._offer is not None and self._offer.spent
-        progress = self.sync.progress(without_oldest=spent) if self.has_state and not mended else None
+        keep = self.has_state and not mended
         idle = self._offer is None and self._taken is None and self.steps == 0
         with self._state_lock:
-            restore(self.sync, tensors, about)
-            self.sync.take_back(0)
-            if not mended or idle:
-                self.sync.rebase(progress)
-            self.round, self._digest = about["round"], self.sync.digest()
+            self._digest = self.crew.restore(
+                about, transfer=state.transfer, keep=keep, spent=spent, rebase=not mended or idle
+            )
+            self.round = about["round"]
             self.has_state = True
             self._commit = self._attempt = None
         self.position = max(self.position, int(about["position"]))
@@ -607,7 +610,7 @@ class Island:
         crash_point("island.go")
         self._attempt.start()
 
-    def average(self, attempt: _Attempt) -> Arrived:
+    def average(self, attempt: _Attempt) -> Reached:
         """One attempt, in its own thread: meet, average, find out where it leads. Changes nothing."""
         began = time.perf_counter()
         go, address = attempt.go, self._introduction.address
@@ -616,22 +619,28 @@ class Island:
             met = host_meeting(address, timeout_s=patience_s)
             crash_point("island.hosting")
             self._say(m.Meet(go.attempt, met.address, met.port))
-            store = met.store
+            store, place = met.store, (met.address, met.port)
         else:
             try:
-                store = join_meeting(*attempt.meeting.get(timeout=patience_s), timeout_s=patience_s)
+                place = attempt.meeting.get(timeout=patience_s)
             except queue.Empty:
                 raise TransportError("the first participant never said where to meet") from None
+            store = join_meeting(*place, timeout_s=patience_s)
         crash_point("island.meeting")
-        member = self._introduction.member
-        group = connect(
-            store, go.participants, member=member, attempt=go.attempt, address=address, timeout_s=patience_s
+        met_s = time.perf_counter() - began
+        reached = self.crew.average(
+            store,
+            place,
+            attempt=go.attempt,
+            round=go.round,
+            place=attempt.place,
+            weights=[participant.weight for participant in go.participants],
+            offered=attempt.offers,
+            step=self._step_of(go.round),
+            base=self._digest,
+            patience_s=patience_s,
         )
-        crash_point("island.connected")
-        attempt.meet_s = time.perf_counter() - began
-        transport = TorchDistTransport(group, timeout_s=self.config.timeout_s)
-        weights = [participant.weight for participant in go.participants]
-        return self.sync.average(0, transport, weights, offered=attempt.offers, step=self._step_of(go.round))
+        return replace(reached, meet_s=met_s + reached.meet_s)
 
     def post(self, event: Averaged | Fetched) -> None:
         """From the thread of an attempt or a transfer: it is over."""
@@ -654,7 +663,7 @@ class Island:
         if isinstance(averaged.result, AtollError):
             self._say(m.Failed(go.round, go.attempt, str(averaged.result).splitlines()[0]))
         else:
-            self._say(_reached(attempt, averaged, averaged.result, numel=self.sync.numel))
+            self._say(_reached(attempt, averaged, averaged.result, numel=self.crew.numel))
 
     def _committed(self, commit: m.Commit) -> None:
         crash_point("island.commit")
@@ -693,7 +702,7 @@ class Island:
         if rejected.drop:
             self._drop_work()
         elif self._offer is not None:
-            whole = self.sync.measure_digest() == self._digest
+            whole = self.crew.digest() == self._digest
             self._say_again_at = time.monotonic() + (SAY_AGAIN_S if whole else MEND_S)
 
     def _say_again_if_due(self) -> None:
@@ -702,7 +711,7 @@ class Island:
             return
         self._say_again_at = None
         if self._transfer is None and self._commit is None:
-            self._say(m.Have(self.round, self.sync.measure_digest()))
+            self._say(m.Have(self.round, self.crew.digest()))
             self._announce()
 
     # --- the state from a donor
@@ -712,7 +721,7 @@ class Island:
         if self._commit is not None:
             self._adopt_committed()
         self._say_again_at = None
-        if self.has_state and (self.round, self.sync.measure_digest()) == self._told and donor.round == self.round:
+        if self.has_state and (self.round, self.crew.digest()) == self._told and donor.round == self.round:
             self._current = True
             self._say_what_it_has()
             self._announce()
@@ -723,7 +732,7 @@ class Island:
 
     def _run_transfer(self, donor: m.Donor) -> None:
         """In its own thread."""
-        result: State | AtollError
+        result: Arriving | AtollError
         crash_point("island.fetching")
         try:
             result = self._fetch_state(donor)
@@ -743,7 +752,7 @@ class Island:
                 raise fetched.result
             if self._commit is not None:
                 self._adopt_committed()
-            self._take_over(*fetched.result)
+            self._take_over(fetched.result)
         except (TransportError, CheckpointError, DataError) as error:
             who = fetched.donor.member[:8]
             self._watcher.line(f"the state of island {who} cannot be used: {str(error).splitlines()[0]}")
@@ -770,11 +779,10 @@ class _Attempt:
         self.offers = offers
         self.meeting: queue.Queue[tuple[str, int]] = queue.Queue()
         self.averaged: Averaged | None = None
-        self.meet_s = 0.0  # until all were connected
         self._island = island
 
     @property
-    def arrived(self) -> Arrived | None:
+    def arrived(self) -> Reached | None:
         """What it reached, if it came so far."""
         result = self.averaged.result if self.averaged is not None else None
         return None if isinstance(result, AtollError) else result
@@ -789,7 +797,7 @@ class _Attempt:
 
     def _run(self) -> None:
         began = time.perf_counter()
-        result: Arrived | AtollError
+        result: Reached | AtollError
         try:
             result = self._island.average(self)
         except AtollError as error:
@@ -808,7 +816,7 @@ def _smooth(before: float | None, loss: float) -> float:
     return loss if before is None or not math.isfinite(before) else 0.9 * before + 0.1 * loss
 
 
-def _reached(attempt: _Attempt, averaged: Averaged, arrived: Arrived, *, numel: int) -> m.Reached:
+def _reached(attempt: _Attempt, averaged: Averaged, arrived: Reached, *, numel: int) -> m.Reached:
     go, gram = attempt.go, arrived.sent.gram
     seen = None if gram is None else geometry(gram, [participant.weight for participant in go.participants])
     return m.Reached(
@@ -821,7 +829,7 @@ def _reached(attempt: _Attempt, averaged: Averaged, arrived: Arrived, *, numel: 
         cosine_mean=None if seen is None else seen.cosine_mean,
         payload_bytes=arrived.sent.payload_bytes,
         wire_s=averaged.wire_s,
-        meet_s=attempt.meet_s,
+        meet_s=arrived.meet_s,
         send_s=arrived.sent.waited_s,
         outer_s=arrived.outer_s,
         step_bytes=mean_sent_bytes(numel, 4, num_replicas=len(go.participants), replica=attempt.place),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,11 @@ def predict_memory(layout: Layout, stage: int, data: int = 0) -> dict[str, int]:
 def describe_workers(layout: Layout, member: Member, workers: Workers) -> list[str]:
     """What each worker holds now, beside what was foretold: a line a worker, or the fullest of many. Collective."""
     own = json.dumps(memory_by_state(member).bytes_by_state).encode().ljust(_JSON_BYTES)
-    counted = [json.loads(text) for text in workers.gather(own)]
+    return describe_counted(layout, [json.loads(text) for text in workers.gather(own)])
+
+
+def describe_counted(layout: Layout, counted: Sequence[Mapping[str, int]]) -> list[str]:
+    """As `describe_workers`, of what all workers have counted, by state."""
     num_data = layout.config.data_workers
     lines = [
         _worker_line(worker, held, predict_memory(layout, worker // num_data, worker % num_data), num_data=num_data)

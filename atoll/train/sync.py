@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_field
+from typing import Protocol
 
 import torch
 import xxhash
@@ -31,8 +32,7 @@ from atoll.algo.fragments import Bucket, Layout, Piece, buckets, tensor_buckets
 from atoll.algo.merge import Ballot, Geometry
 from atoll.algo.outer import SGD, Nesterov, OuterOptimizer
 from atoll.algo.prune import PRUNE_RULES
-from atoll.comm.base import Flight, Transport
-from atoll.comm.torchdist import TorchDistTransport
+from atoll.comm.base import Flight, Tally, Transport
 from atoll.compress import IDENTITY, Compressor
 from atoll.compress.base import settle
 from atoll.errors import CheckpointError, ConfigError
@@ -123,6 +123,23 @@ class Arrived:
 
     def traffic(self) -> Traffic:
         return self.sent
+
+
+class WeighedTransport(Protocol):
+    """One replica's end of the network in a round whose weights all have been told."""
+
+    @property
+    def replica(self) -> int: ...
+
+    def launch(
+        self,
+        ballot: bytes,
+        tally: Tally,
+        exchanges: Iterable[Exchange],
+        *,
+        background: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> Flight: ...
 
 
 @dataclass
@@ -245,9 +262,17 @@ class _Fragment:
         return squares**0.5
 
     def preview(
-        self, means: Sequence[tuple[Tensor, State]], optimizer: OuterOptimizer, *, lr: float
+        self,
+        means: Sequence[tuple[Tensor, State]],
+        optimizer: OuterOptimizer,
+        *,
+        lr: float,
+        see: Callable[[Tensor, Tensor], None],
     ) -> tuple[bytes, bytes]:
-        """Digests of the anchor as it is, and as a landing of `means` would leave it; nothing is changed."""
+        """Digests of the anchor as it is, and as a landing of `means` would leave it; nothing is changed.
+
+        see: is shown both, bucket by bucket.
+        """
         base, after = xxhash.xxh3_128(), xxhash.xxh3_128()
         for bucket, (mean, _) in zip(self.buckets, means, strict=True):
             span = slice(bucket.start, bucket.stop)
@@ -256,6 +281,7 @@ class _Fragment:
             state = {name: value[span].clone() for name, value in self.outer_state.items()}
             optimizer.step_(anchor, mean.reshape(-1).clone(), state, lr=lr, count=self.count + 1)
             after.update(_bytes(anchor))
+            see(self.anchor[span], anchor)
         return base.digest(), after.digest()
 
     def _bucket_shape(self, bucket: Bucket, settings: OuterSettings) -> tuple[int, ...]:
@@ -422,12 +448,20 @@ class ReplicaSync:
         return Offer(ballot.round, weight, norm, ballot.finite)
 
     def average(
-        self, index: int, transport: TorchDistTransport, weights: Sequence[float], *, offered: bool, step: int
+        self,
+        index: int,
+        transport: WeighedTransport,
+        weights: Sequence[float],
+        *,
+        offered: bool,
+        step: int,
+        see: Callable[[Tensor, Tensor], None] = lambda base, after: None,
     ) -> Arrived:
         """Average the oldest offer of fragment `index`, or listen, with the weights all have been told.
 
         Nothing of this replica changes, whatever happens: a failed attempt is simply tried again, and the result counts
         once `land` is called with it. Where contributions are kept it may run in another thread while this one trains.
+        see: is shown the anchor as it is and as it would be, bucket by bucket.
         """
         fragment = self._fragments[index]
         place = transport.replica
@@ -438,10 +472,51 @@ class ReplicaSync:
         exchanges = self._retriable(fragment, oldest if mine else None, counted=mine)
         flight = transport.launch(ballot.pack(), merge.weigh, exchanges, weights=weights)
         means = list(flight.results())
+        return self.foresee(index, flight.ballots(), means, flight.traffic(), place=place, step=step, see=see)
+
+    def foresee(
+        self,
+        index: int,
+        packed: Sequence[bytes],
+        means: Sequence[tuple[Tensor, State]],
+        sent: Traffic,
+        *,
+        place: int,
+        step: int,
+        see: Callable[[Tensor, Tensor], None],
+    ) -> Arrived:
+        """A round of fragment `index` whose means, a bucket each, are there: where it leads. Nothing is changed."""
+        fragment = self._fragments[index]
         began = time.perf_counter()
-        base, digest = fragment.preview(means, self.settings.optimizer, lr=self.settings.lr(step))
+        base, digest = fragment.preview(means, self.settings.optimizer, lr=self.settings.lr(step), see=see)
         led_to, outer_s = self._digest_with(index, digest), time.perf_counter() - began
-        return Arrived(flight.ballots(), means, flight.traffic(), place, base.hex(), led_to, outer_s)
+        return Arrived(packed, means, sent, place, base.hex(), led_to, outer_s)
+
+    def oldest_offer(self, index: int) -> Tensor:
+        """The flat pseudo-gradient that `take` took first and no round has: a copy."""
+        fragment = self._fragments[index]
+        contribution = fragment.flights[0].contribution
+        if contribution is not None:
+            return contribution.clone()
+        return torch.cat([fragment.pseudo_gradient(bucket) for bucket in fragment.buckets])
+
+    def bucket_codes(self, index: int) -> list[tuple[slice, tuple[int, ...], State]]:
+        """Of each bucket of fragment `index`: its place in the flat buffer, its shape for a compressor, the state."""
+        fragment = self._fragments[index]
+        return [
+            (slice(bucket.start, bucket.stop), fragment._bucket_shape(bucket, self.settings), code)
+            for bucket, code in zip(fragment.buckets, fragment.codes, strict=True)
+        ]
+
+    def flat_anchors(self) -> list[Tensor]:
+        """The anchor of each fragment as it lies in memory: fp32, not to be written to."""
+        return [fragment.anchor for fragment in self._fragments]
+
+    def set_codes(self, index: int, codes: Sequence[State]) -> None:
+        """Take over the states of compressors, a bucket each."""
+        fragment = self._fragments[index]
+        fragment.codes = list(codes)
+        fragment.codes_ahead = list(codes)
 
     def land(self, index: int, arrived: Arrived, *, step: int) -> RoundReport:
         """Adopt a round that was averaged and is now committed.

@@ -7,7 +7,7 @@ one order on all ranks. So they go by gloo, which takes host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.comm.base import Flight, Tally, Transport
+from atoll.comm.torchdist import TorchDistTransport
 from atoll.exchange import CodedMean, Exchange, Gather, Gathered, Mean, Request
 
 HOST = torch.device("cpu")
@@ -35,9 +36,23 @@ class ThroughHost:
     def replica(self) -> int:
         return self._transport.replica
 
-    def launch(self, ballot: bytes, tally: Tally, exchanges: Iterable[Exchange], *, background: bool = False) -> Flight:
+    def launch(
+        self,
+        ballot: bytes,
+        tally: Tally,
+        exchanges: Iterable[Exchange],
+        *,
+        background: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> Flight:
+        """weights: as in `TorchDistTransport.launch`, for a transport that takes them."""
         staged = (through(exchange, HOST, self._device) for exchange in exchanges)
-        return self._transport.launch(ballot, tally, staged, background=background)
+        if weights is None:
+            return self._transport.launch(ballot, tally, staged, background=background)
+        assert isinstance(self._transport, TorchDistTransport), (
+            "weights that are known beforehand go by torch.distributed"
+        )
+        return self._transport.launch(ballot, tally, staged, background=background, weights=weights)
 
     def close(self) -> None:
         self._transport.close()

@@ -85,11 +85,11 @@ def save_worker(run: Run, writer: CheckpointWriter) -> None:
         rows |= fragment.rows
     own = {index: {"codes": fragment.codes, "flights": fragment.flights} for index, fragment in fragments.items()}
     votes = {index: [ballot.pack().hex() for ballot in sync.votes(index)] for index in range(len(sync.counts))}
-    _write_rows(writer, rows_file(member.index, worker), rows)
+    write_rows(writer, rows_file(member.index, worker), rows)
     writer.save_state(worker_file(member.index, worker), replica_about(replica) | {"fragments": own, "votes": votes})
     if member.index == 0:
-        _write_rows(writer, outer_file(worker), _of_names(sync.rows.shared_state()["outer"], part.shards))
-        _write_rows(writer, _anchor_file(worker), _of_names(sync.anchor(), part.shards))
+        write_rows(writer, outer_file(worker), named_rows(sync.rows.shared_state()["outer"], part.shards))
+        write_rows(writer, anchor_file(worker), named_rows(sync.anchor(), part.shards))
     run.workers.gather(b".")  # the rows of the anchor are all there
 
 
@@ -100,7 +100,7 @@ def save_whole_model(writer: CheckpointWriter, model: ParallelModel, tokenizer: 
     config.architectures = [type(built).__name__]
 
     def write(folder: Path) -> None:
-        parts = sorted(folder.glob(_anchor_file("*")))
+        parts = sorted(folder.glob(anchor_file("*")))
         export_model(ShardReader(parts), folder, config)
         for path in parts:
             writer.disk.remove(path)
@@ -115,11 +115,14 @@ def save_whole_model(writer: CheckpointWriter, model: ParallelModel, tokenizer: 
     writer.save_files(write)
 
 
-def _anchor_file(worker: int | str) -> str:
+def anchor_file(worker: int | str) -> str:
+    """Rows of the anchor, until the model is put together."""
     return f"anchor-worker-{worker}.part"
 
 
-def _write_rows(writer: CheckpointWriter, name: str, rows: Shards) -> None:
+def write_rows(writer: CheckpointWriter, name: str, rows: Shards) -> None:
+    """One file of a worker."""
+
     def write(folder: Path) -> None:
         write_shards(folder / name, rows)
         _open_to_readers(folder / name)
@@ -146,7 +149,7 @@ def _pack_fragments(sync: ShardSync, shards: Shards, *, elementwise: bool) -> di
     }
 
 
-def _of_names(values: Any, shards: Shards) -> Shards:
+def named_rows(values: Any, shards: Shards) -> Shards:
     """Tensors named KEY.NAME, or NAME, as rows; the parameters say which."""
     by_name: Shards = {}
     for key, value in values.items():
@@ -243,9 +246,9 @@ def _load_shared(now: _Now, folder: Path, summary: Mapping[str, Any]) -> list[in
         outer, counts = WholeTensors(saved["outer"]), list(saved["counts"])
     names = now.sync.shared_state()["outer"]
     assert isinstance(names, Mapping)
-    tensors = {key: _read(outer, key, now.shards[_parameter(key, now.shards)]) for key in names}
+    tensors = {key: read_rows(outer, key, now.shards[_parameter(key, now.shards)]) for key in names}
     now.sync.load_shared_state(
-        {name: _read(anchor, name, shard) for name, shard in now.shards.items()},
+        {name: read_rows(anchor, name, shard) for name, shard in now.shards.items()},
         {"outer": tensors, "counts": [counts[index] for index in now.held]},
     )
     return counts
@@ -302,7 +305,8 @@ def _fragments(now: _Now, saved: _Saved) -> list[dict[str, Any]]:
     ]
 
 
-def _read(rows: Rows, name: str, shard: Shard) -> Tensor:
+def read_rows(rows: Rows, name: str, shard: Shard) -> Tensor:
+    """What `rows` has of a tensor where `shard` lies, in its shape. Raises CheckpointError."""
     if rows.shapes.get(name) != shard.full_shape:
         raise CheckpointError(
             f"the checkpoint has no {name!r} of shape {list(shard.full_shape)}; it belongs to another model. "

@@ -162,6 +162,12 @@ def replica_about(replica: Replica) -> dict[str, Any]:
 def load_replica(replica: Replica, rows: Rows, about: Mapping[str, Any], *, same_place: bool) -> None:
     """Take over a replica's state. same_place: it is that of the same worker of the same layout."""
     _fill(held_by(replica, replica.trainable()), rows, "params/")
+    load_inner_state(replica, rows, about, same_place=same_place)
+
+
+@torch.no_grad()
+def load_inner_state(replica: Replica, rows: Rows, about: Mapping[str, Any], *, same_place: bool) -> None:
+    """As `load_replica`, without the parameters."""
     replica.start_afresh()
     keys = sorted({name.split("/")[1] for name in rows.shapes if name.startswith("optimizer/")})
     if keys:

@@ -90,7 +90,7 @@ def test_the_state_arrives_as_it_was_sent() -> None:
 
 def test_what_travels_is_a_safetensors_file_and_its_sha256() -> None:
     head, ordered = donate._head(TENSORS, METADATA)
-    body = b"".join(donate._chunks(head, ordered))
+    body = b"".join((head, *map(donate._bytes_of, ordered)))
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in load(body).items())
     with serving() as donor, socket.create_connection((donor.address, donor.port)) as plain:
         secure = ssl._create_unverified_context().wrap_socket(plain)
@@ -98,6 +98,37 @@ def test_what_travels_is_a_safetensors_file_and_its_sha256() -> None:
         answer = b"".join(iter(lambda: secure.recv(65536), b""))
         secure.close()
     assert answer.partition(b"\r\n\r\n")[2] == body + hashlib.sha256(body).digest()
+
+
+def test_what_others_hold_is_fetched_when_its_turn_comes_and_arrives_the_same() -> None:
+    asked: list[str] = []
+
+    def promised(name: str, tensor: torch.Tensor) -> donate.Promised:
+        def load() -> torch.Tensor:
+            asked.append(name)
+            return tensor
+
+        return donate.Promised(tensor.dtype, tuple(tensor.shape), load)
+
+    kept: dict[str, torch.Tensor] = {}
+    half = {name: promised(name, value) for name, value in list(TENSORS.items())[::2]}
+    with serving(lambda: (TENSORS | half, METADATA)) as donor:
+        rest, metadata = fetch_state(donor, max_bytes=LIMIT, keep=kept.__setitem__)
+    assert (rest, metadata) == ({}, METADATA)
+    assert all(torch.equal(kept[name], sent) for name, sent in TENSORS.items())
+    assert sorted(asked) == sorted(half)
+
+
+def test_a_promise_that_is_not_kept_breaks_the_transfer_off() -> None:
+    def lose() -> torch.Tensor:
+        raise ConnectionError("its worker is gone")
+
+    lost = donate.Promised(torch.float32, (3, 4), lose)
+    with (
+        serving(lambda: (TENSORS | {"weight": lost}, METADATA)) as donor,
+        pytest.raises(TransferError, match="broke off"),
+    ):
+        fetch_state(donor, max_bytes=LIMIT)
 
 
 def test_a_ticket_is_good_for_one_fetch() -> None:
@@ -178,7 +209,7 @@ def test_more_than_the_run_can_weigh_is_refused() -> None:
 
 def whole_answer(tensors: dict[str, Tensor] = TENSORS) -> bytes:
     head, ordered = donate._head(tensors, METADATA)
-    body = b"".join(donate._chunks(head, ordered))
+    body = b"".join((head, *map(donate._bytes_of, ordered)))
     return body + hashlib.sha256(body).digest()
 
 

@@ -183,11 +183,12 @@ class Fleet:
         assert kind == "token", self.token
         self.coordinator = life
 
-    def add(self, seat: int, *, token: str = "") -> Life:
-        """An island; it takes `seat` if that is free."""
+    def add(self, seat: int, *, token: str = "", shape: dict[str, Any] | None = None) -> Life:
+        """An island; it takes `seat` if that is free. shape: how it lies on its workers, where not as the run says."""
         step_s = self.slow.get(seat, self.step_s)
+        settings = self.config.model_dump() | (shape or {})
         self.islands[seat] = self._life(
-            f"island-{seat}", worker.island, self.config.model_dump(), token or self.token, seat, step_s=step_s
+            f"island-{seat}", worker.island, settings, token or self.token, seat, step_s=step_s
         )
         return self.islands[seat]
 
@@ -216,6 +217,11 @@ class Fleet:
             self.send(seat, signal.SIGKILL)
         for seat in seats:
             self.islands[seat].process.join()
+
+    def others_of(self, seat: int) -> list[int]:
+        """Processes of the workers that an island's leader leads."""
+        pid = self.islands[seat].pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def kill_coordinator(self) -> None:
         assert self.coordinator is not None

@@ -34,7 +34,7 @@ def test_an_island_that_is_told_to_go_saves_and_leaves_and_the_others_go_on(
     assert (code, leaver.process.exitcode) == (CODES[signum], CODES[signum])
     assert words.startswith("replica 1 left after round")
     assert str(run.run_dir) in words
-    assert (run.run_dir / "islands" / "seat-1.safetensors").exists()
+    assert (run.run_dir / "islands" / "seat-1-worker-0.safetensors").exists()
     assert run.saved()["round"] >= 2
     run.wait_rounds(3)
     assert [event["pid"] for event in run.of("member", what="left", replica=1)] == [leaver.pid]
@@ -83,7 +83,7 @@ def test_ctrl_c_to_the_launcher_saves_everything_and_resume_goes_on_from_there(t
     assert time.perf_counter() - asked < LEAVES_S
     saved, committed = run.saved(), run.committed()
     assert saved["round"] == committed[-1]["round"] == run.round
-    assert all((run.run_dir / "islands" / f"seat-{seat}.safetensors").exists() for seat in range(3))
+    assert all((run.run_dir / "islands" / f"seat-{seat}-worker-0.safetensors").exists() for seat in range(3))
 
     again = _launch(run, tmp_path / "second.log", "--resume", "auto")
     assert again.wait(90) == 0, (tmp_path / "second.log").read_text()

@@ -21,6 +21,7 @@ from atoll.train.elastic_launch import _coordinate, _work
 from atoll.train.island import Island
 from atoll.train.replica import WholeModel
 from atoll.train.sync import ReplicaSync
+from atoll.train.workers import ModelPart
 
 PLAN, DEEDS = "plan", "deeds"
 
@@ -39,7 +40,8 @@ def island(
     _do_deeds(name, Path(folder) / DEEDS)
     _die_in_mid_landing()
     if step_s:
-        _pace(step_s)
+        _pace(WholeModel, step_s)
+        _pace(ModelPart, step_s)
     _work(settings, token, seat, pipe)
 
 
@@ -62,16 +64,16 @@ def _die_in_mid_landing() -> None:
     ReplicaSync._adopt = adopt_or_die
 
 
-def _pace(step_s: float) -> None:
-    compute = WholeModel.compute_gradients
+def _pace(kind: type[WholeModel | ModelPart], step_s: float) -> None:
+    compute = kind.compute_gradients
 
-    def paced(self: WholeModel, *given: Any, **named: Any) -> torch.Tensor:
+    def paced(self: WholeModel | ModelPart, *given: Any, **named: Any) -> torch.Tensor:
         began = time.perf_counter()
         loss = compute(self, *given, **named)
         time.sleep(max(0.0, began + step_s - time.perf_counter()))
         return loss
 
-    WholeModel.compute_gradients = paced
+    kind.compute_gradients = paced
 
 
 # --- deeds
@@ -110,7 +112,7 @@ def _planned(path: Path, name: str, point: str) -> list[str]:
 @torch.no_grad()
 def _flip_a_bit(island: Island) -> None:
     """In the anchor, in memory."""
-    first = next(iter(island.sync.anchor().values()))
+    first = next(iter(island.crew.worker.sync.anchor().values()))
     first.view(torch.int32).view(-1)[0] ^= 1 << 12
 
 
@@ -122,7 +124,7 @@ def _break(island: Island) -> None:
 @torch.no_grad()
 def _explode(island: Island) -> None:
     """A pseudo-gradient a million times what it was."""
-    anchor = island.sync.anchor()
+    anchor = island.crew.worker.sync.anchor()
     for name, param in island.replica.trainable().items():
         param.copy_(anchor[name] + 1e6 * (param - anchor[name]))
 

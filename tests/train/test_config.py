@@ -133,6 +133,7 @@ def test_an_unknown_choice_is_refused_with_what_there_is(key: str) -> None:
         ({"report_to": ["mlflow"]}, ["mlflow", "tensorboard"]),
         ({"port": 70000}, ["port=70000", "65535"]),
         ({"model": 3}, ["model=3"]),
+        ({"elastic": True, "data": {"source": "hf:wikitext"}}, ["hf:wikitext", "from its beginning", "token shards"]),
     ],
     ids=str,
 )
