@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -47,12 +48,14 @@ def build_run(
     schedule: Schedule | None = None,
     data: TextData | None = None,
     mesh: ReplicaMesh | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     """A run ready to train, resumed if `config.resume` says so.
 
     transports: one for each replica of this process. schedule: another than blocking rounds. data: what `config.data`
     describes, where it is loaded already. mesh: the workers of the one replica that this process is a worker of, where
-    it has several; its transport leads to this worker's counterparts.
+    it has several; its transport leads to this worker's counterparts. clock: seconds; times
+    steps and syncs.
     """
     workers: Workers = OneWorker() if mesh is None else ManyWorkers(mesh)
     leads = transports[0].replica == 0 and workers.index == 0
@@ -64,7 +67,10 @@ def build_run(
     schedule = schedule or make_schedule(config)
     if mesh is None:
         device, layout = pick_device(config, transports[0].replica), None
-        members = [_build_member(config, transport, data, device=device, schedule=schedule) for transport in transports]
+        members = [
+            _build_member(config, transport, data, device=device, schedule=schedule, clock=clock)
+            for transport in transports
+        ]
     else:
         layout = make_layout(config, vocab_size=data.vocab_size)
         members = [_build_worker(layout, transports[0], data, mesh=mesh, schedule=schedule, workers=workers)]
@@ -160,11 +166,19 @@ def outer_settings(config: TrainConfig, schedule: Schedule) -> OuterSettings:
         dropped_count=config.drop_merge == "all",
         own_base=config.drop_base == "own",
         on_host=config.outer_state == "host",
+        probe_rank=config.rank if config.adaptive else 0,
+        energy=config.adaptive_energy,
     )
 
 
 def _build_member(
-    config: TrainConfig, transport: Transport, data: TextData, *, device: torch.device, schedule: Schedule
+    config: TrainConfig,
+    transport: Transport,
+    data: TextData,
+    *,
+    device: torch.device,
+    schedule: Schedule,
+    clock: Callable[[], float],
 ) -> Member:
     if config.init_from:
         model = _load_initial(config, vocab_size=data.vocab_size)
@@ -176,7 +190,7 @@ def _build_member(
     if config.activation_checkpointing:
         checkpoint_activations_(family_of(model.config).layer_list(model))
     stream = data.stream(transport.replica)
-    replica = Replica(transport.replica, model=model, stream=stream, config=config, device=device)
+    replica = Replica(transport.replica, model=model, stream=stream, config=config, device=device, clock=clock)
     if config.method == "data-parallel":
         sync = GradientSync(replica.trainable(), transport, make_compressor(config))
         return Member(replica, transport, sync)
@@ -188,6 +202,7 @@ def _build_member(
         outer_settings(config, schedule),
         fragments=fragments,
         companions=companions,
+        clock=clock,
     )
     return Member(replica, transport, outer)
 
