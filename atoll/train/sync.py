@@ -821,15 +821,14 @@ class ReplicaSync:
                             "contribution": flown.contribution,
                             "adopts": flown.adopts,
                             "held": flown.held,
-                            "rank": flown.rank,
                         }
+                        | ({"rank": flown.rank} if self.settings.probe_rank else {})
                         for flown in fragment.flights
                     ],
                 }
                 for fragment in self._fragments
-            ],
-            "last": self._last.pack().hex(),
-        }
+            ]
+        } | ({"last": self._last.pack().hex()} if self.settings.probe_rank else {})
 
     def load_replica_state(self, state: Mapping[str, object]) -> None:
         """Take over this replica's own state and launch again what was in flight, with the same contributions."""
