@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ from atoll.algo.fragments import strided_fragments
 from atoll.algo.outer import OUTER_OPTIMIZERS, cosine_lr
 from atoll.algo.schedule import Schedule
 from atoll.comm.base import Transport
-from atoll.compress import Compressor, build_compressor, check_compressor
+from atoll.compress import Compressor, Feedback, Quantized, build_compressor, check_compressor, fastest_reduction
+from atoll.compress.quantize import Reduction
 from atoll.data import TextData, load_data
 from atoll.errors import ConfigError, StorageError
 from atoll.models import build_model, load_model
@@ -33,7 +35,7 @@ from atoll.train.replica import Member, Replica, computes_in_bfloat16
 from atoll.train.resume import STATE, resume_run
 from atoll.train.run import Output, Run
 from atoll.train.stopping import Signals, Stopper
-from atoll.train.sync import OuterSettings, ReplicaSync
+from atoll.train.sync import BUCKET_ELEMENTS, OuterSettings, ReplicaSync
 from atoll.train.workers import ManyWorkers, ModelPart, OneWorker, ShardSync, Workers
 
 
@@ -77,6 +79,8 @@ def build_run(
     if console is not None:
         console.line(f"data: {data.describe()}")
         console.line(_describe_model(config, members[0], layout))
+        if reduction := describe_reduction(config):
+            console.line(reduction)
         for warning in warnings_of(config, [tuple(tensor.shape) for tensor in members[0].sync.anchor().values()]):
             console.line(f"warning: {warning}")
     run = Run(
@@ -107,7 +111,39 @@ def make_schedule(config: TrainConfig) -> Schedule:
 
 def make_compressor(config: TrainConfig) -> Compressor:
     """The compressor that `config` names."""
-    return build_compressor(config.compressor, config.compressor_options)
+    options = replace(config.compressor_options, reduction=chosen_reduction(config))
+    return build_compressor(config.compressor, options)
+
+
+def chosen_reduction(config: TrainConfig) -> Reduction | None:
+    """How a mean of codes comes about where the link is known: what is faster, a bucket at a time; else the default.
+
+    An elastic run has no number of replicas to choose by.
+    """
+    if (
+        config.compressor not in ("int8", "int4", "fp4")
+        or not config.link_mbps
+        or config.elastic
+        or config.replicas < 2
+    ):
+        return None
+    payload = build_compressor(config.compressor, config.compressor_options).payload_bytes((BUCKET_ELEMENTS,))
+    return fastest_reduction(
+        payload,
+        num_replicas=config.replicas,
+        link_bytes_per_s=config.link_mbps * 125_000,
+        latency_s=config.link_latency_ms / 1000,
+    )
+
+
+def describe_reduction(config: TrainConfig) -> str:
+    """The line that a run's log has about it; empty for what is not averaged as codes."""
+    inner = make_compressor(config)
+    inner = inner.inner if isinstance(inner, Feedback) else inner
+    if not isinstance(inner, Quantized):
+        return ""
+    why = f"the faster one at {config.link_mbps:g} Mbit/s" if chosen_reduction(config) else "the default"
+    return f"codes of {config.compressor} are averaged by {inner.reduction} over {config.replicas} replicas: {why}"
 
 
 HOT_GAIN = 4.0  # of the outer optimizer, η/(1−μ), beyond which a round of delay makes training swing

@@ -147,6 +147,8 @@ class TrainConfig(Section):
     adaptive_energy: float = Field(0.95, gt=0, lt=1, description="adaptive: energy that the effective rank holds")
     error_feedback: bool | None = Field(None, description="owe what a compressor left out; default: where it is needed")
     residual_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of what error feedback owes")
+    link_mbps: float = Field(0.0, ge=0, description="Mbit/s of the slow link, by which codes choose how to be averaged")
+    link_latency_ms: float = Field(0.0, ge=0, description="of the slow link, one way")
     average_inner_state: bool = Field(False, description="average the inner Adam state as well; sends 3x as much")
     outer_state: Literal["device", "host"] = Field(
         "device", description="where anchor, outer momentum and rounds in flight lie; the same memory on a CPU"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import ConfigError
+from atoll.train.adapting import logged_rounds
 from atoll.train.config import flatten
 from atoll.train.console import format_bytes, format_factor
 from atoll.train.metrics import read_metrics
@@ -53,6 +54,7 @@ class RunSummary:
     digest: str
     num_refused: int = 0
     fault_lines: Sequence[str] = field(default=())
+    adapted: Sequence[Mapping[str, Any]] = ()  # round events of a run whose rounds adapted
 
     @property
     def replicas(self) -> int:
@@ -109,6 +111,7 @@ def _summary(settings: dict[str, Any], *, steps: Events, rounds: Events, evals: 
         digest=rounds[-1]["anchor_digest"] if rounds else "",
         num_refused=sum(len(event["refused"]) for event in rounds),
         fault_lines=[_fault_line(event) for event in faults],
+        adapted=logged_rounds(rounds),
     )
 
 
