@@ -95,6 +95,15 @@ ROWS: dict[str, tuple[tuple[tuple[str, object], ...], str]] = {
     "DiLoCoX, delay 1 of 8": (delayed("carry", carry_share=0.5, delay=1, rank=64, **LOW_RANK), "blocking"),
     "DiLoCoX, delay 2 of 8": (delayed("carry", carry_share=0.5, delay=2, rank=64, **LOW_RANK), "blocking"),
     "DiLoCoX, eager": (delayed("eager", rank=64, **LOW_RANK), "delay, eager"),
+    "delay after 96 steps alone, carry 1/M": (delayed("carry", carry_share=0.5, pretrain_steps=96), "delay, carry 1/M"),
+    "Muon, blocking": ((("optimizer", "muon"),), "blocking"),
+    "Muon, delay, reset": (delayed("replace", optimizer="muon"), "delay, reset"),
+    "Muon, delay, carry 1/M": (delayed("carry", carry_share=0.5, optimizer="muon"), "delay, carry 1/M"),
+    "Muon, DiLoCoX": (
+        delayed("carry", carry_share=0.5, optimizer="muon", rank=64, **LOW_RANK),
+        "delay, carry 1/M",
+    ),
+    "adaptive": (delayed("carry", carry_share=0.5, rank=64, adaptive=True, **LOW_RANK), "delay, carry 1/M"),
     "DiLoCoX, reset": (delayed("replace", rank=64, **LOW_RANK), "delay, reset"),
 }
 MAPPED = ("blocking", "delay, carry 1/M", "delay, eager", "delay, reset", "delay, carry all", "streaming")

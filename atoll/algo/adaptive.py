@@ -31,6 +31,7 @@ from atoll.errors import ConfigError
 
 _FORMAT = struct.Struct("<4d")
 _OVERSAMPLES = 8  # directions beyond the rank that are probed: the last of those asked for come out right
+_SHORTEST_S = 1e-9  # a step that took no time by the clock took this long
 _ROUNDING = 1e-9  # a product that is whole but for this is whole
 
 
@@ -124,15 +125,17 @@ class Controller:
         """Of the first two rounds, of which nothing is known when they begin."""
         return Decision(self.first_rank, self._steps_of(1.0, least=1))
 
-    def decide(self, history: Sequence[Observation]) -> Decision:
+    def decide(self, history: Sequence[Observation | None]) -> Decision:
         """Of round t, from rounds 1 to t − 2. Pure: the same history leads to the same decision on every machine."""
         return self.replay(history)[-1]
 
-    def replay(self, history: Sequence[Observation]) -> list[Decision]:
-        """Of rounds 1, 2, 3, ... up to the second after those of `history`."""
+    def replay(self, history: Sequence[Observation | None]) -> list[Decision]:
+        """Of rounds 1, 2, 3, ... up to the second after those of `history`; None: a round that nobody counted in."""
         decisions = [self.first, self.first]
-        for count in range(1, len(history) + 1):
-            decisions.append(self.following(decisions[-1], history[max(0, count - self.window) : count]))
+        course = Course(self.first)
+        for seen in history:
+            course = course.after(seen, self)
+            decisions.append(course.decision)
         return decisions
 
     def following(self, decision: Decision, recent: Sequence[Observation]) -> Decision:
@@ -148,12 +151,30 @@ class Controller:
 
     def _hiding(self, recent: Sequence[Observation]) -> int:
         """Steps that hide a sync. Of several rounds the median: a lone stall does not stretch a round."""
-        steps = sorted(seen.sync_s / seen.step_s for seen in recent)
+        steps = sorted(seen.sync_s / max(seen.step_s, _SHORTEST_S) for seen in recent)
         return _ceil(self.headroom * steps[len(steps) // 2])
 
     def _steps_of(self, alpha: float, *, least: int) -> int:
         steps = max(_ceil(alpha * self.first_inner_steps), least, self.least_inner_steps)
         return -(-steps // self.multiple_of) * self.multiple_of
+
+
+@dataclass(frozen=True)
+class Course:
+    """All that has to be remembered from round to round. recent: the last that counted, up to the window.
+
+    >>> controller, seen = Controller(8, 100, window=1), Observation(4, 20, 1, 0.0)
+    >>> Course(controller.first).after(seen, controller).decision
+    Decision(rank=7, inner_steps=80, alpha=0.8)
+    """
+
+    decision: Decision
+    recent: tuple[Observation, ...] = ()
+
+    def after(self, seen: Observation | None, controller: Controller) -> Course:
+        """With the decision of the next round, now that one more is known; None: nobody counted in that one."""
+        recent = self.recent if seen is None else (*self.recent, seen)[-controller.window :]
+        return Course(controller.following(self.decision, recent) if recent else self.decision, recent)
 
 
 @dataclass(frozen=True)

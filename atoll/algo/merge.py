@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from atoll.algo.adaptive import Observation, pooled
 from atoll.errors import DesyncError
 
 _FORMAT = struct.Struct("<q16sd??")
@@ -24,6 +25,7 @@ class Ballot:
 
     round: the outer step it belongs to, from 1. digest: of the anchor it starts from (16 bytes). weight: how much it
     counts for. finite: the contribution holds no NaN or infinity. present: False for a replica that sits the round out.
+    seen: what the round was like for it, where rounds adapt.
 
     >>> Ballot.unpack(Ballot(3, b"0" * 16, 2.5, True, False).pack()).weight
     2.5
@@ -34,15 +36,19 @@ class Ballot:
     weight: float
     finite: bool = True
     present: bool = True
+    seen: Observation | None = None
 
     def pack(self) -> bytes:
-        """As 34 bytes."""
-        return _FORMAT.pack(self.round, self.digest, self.weight, self.finite, self.present)
+        """As 34 bytes, and 32 of what was seen."""
+        head = _FORMAT.pack(self.round, self.digest, self.weight, self.finite, self.present)
+        return head if self.seen is None else head + self.seen.pack()
 
     @classmethod
     def unpack(cls, packed: bytes) -> Ballot:
-        """From 34 bytes."""
-        return cls(*_FORMAT.unpack(packed))
+        """From 34 bytes, or 66."""
+        seen = packed[_FORMAT.size :]
+        number, digest, weight, finite, present = _FORMAT.unpack(packed[: _FORMAT.size])
+        return cls(number, digest, weight, finite, present, Observation.unpack(seen) if seen else None)
 
 
 def weigh(packed: Sequence[bytes]) -> list[float]:
@@ -62,6 +68,14 @@ def received_share(packed: Sequence[bytes]) -> float:
     """Weight of those who count over the weight of all, absent ones too: what the mean shrinks by when all divide."""
     everyone = sum(Ballot.unpack(ballot).weight for ballot in packed)
     return sum(weigh(packed)) / everyone
+
+
+def observed(packed: Sequence[bytes]) -> Observation | None:
+    """What the round was like for all who count; None where nobody does, or nothing was said."""
+    seen = [ballot.seen for ballot in map(Ballot.unpack, packed)]
+    weights = weigh(packed)
+    told = [observation for observation in seen if observation is not None]
+    return pooled(told, weights) if any(weights) and len(told) == len(seen) else None
 
 
 def _check_same_start(ballots: Sequence[Ballot]) -> None:

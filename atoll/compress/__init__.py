@@ -10,7 +10,7 @@ from atoll.compress.base import Compressor, bits_per_parameter, settle, shared_p
 from atoll.compress.cast import Cast
 from atoll.compress.codecs import Blocks, Fp4, Int4, Int8, Stat2
 from atoll.compress.feedback import Feedback
-from atoll.compress.lowrank import LowRank
+from atoll.compress.lowrank import LowRank, at_rank, rank_of
 from atoll.compress.options import CompressorOptions, check_rank
 from atoll.compress.quantize import Quantized, fastest_reduction, predicted_seconds
 from atoll.compress.topk import TopK
@@ -21,6 +21,8 @@ INT8 = Blocks(Int8(), 1024)
 INT4 = Blocks(Int4(), 128)
 FP4 = Blocks(Fp4(), 128)
 STAT2 = Blocks(Stat2(), 4096)
+
+HIGH_MOMENTUM = 0.6  # beyond it low rank with feedback may diverge (docs/compressors.md)
 
 # name: how to make it of the options. Error feedback comes on top, see `build_compressor`.
 COMPRESSORS: dict[str, Callable[[CompressorOptions], Compressor]] = {
@@ -83,6 +85,11 @@ def check_compressor(
             "more rounds. Use outer_momentum=0."
         )
     inner = compressor.inner if isinstance(compressor, Feedback) else compressor
+    if isinstance(inner, LowRank) and isinstance(compressor, Feedback) and outer_momentum > HIGH_MOMENTUM:
+        warnings.append(
+            f"outer_momentum={outer_momentum:g} with compressor={name}: what feedback sends late is pushed on for many "
+            f"more rounds, and may swing ever further. Use outer_momentum={HIGH_MOMENTUM:g} or less."
+        )
     shapes = list(shapes)
     if isinstance(inner, LowRank) and shapes:
         warnings += check_rank(inner.rank, shapes)
@@ -100,11 +107,13 @@ __all__ = [
     "LowRank",
     "Quantized",
     "TopK",
+    "at_rank",
     "bits_per_parameter",
     "build_compressor",
     "check_compressor",
     "fastest_reduction",
     "predicted_seconds",
+    "rank_of",
     "settle",
     "shared_part",
 ]

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from atoll.compress.base import Compressor, unmeasured
+from atoll.compress.feedback import Feedback
 from atoll.exchange import Exchange, State
 
 WARM_START = "warm_start"  # (r, m): Q' of the last committed round, the same bytes on all replicas
@@ -103,6 +104,27 @@ def largest_rank(shape: Sequence[int], *, saving: float = 2.0) -> int:
     if len(shape) != 2 or 0 in shape:
         return 0
     return math.ceil(math.prod(shape) / ((shape[0] + shape[1]) * saving)) - 1
+
+
+def rank_of(compressor: Compressor) -> int:
+    """The rank of a low-rank compressor, also one inside of error feedback; 0 for any other."""
+    if isinstance(compressor, Feedback):
+        return rank_of(compressor.inner)
+    return compressor.rank if isinstance(compressor, LowRank) else 0
+
+
+def at_rank(compressor: Compressor, rank: int) -> Compressor:
+    """The same low-rank compressor at another rank; its states fit at any, see `resize_state`.
+
+    >>> from atoll.compress import build_compressor
+    >>> rank_of(at_rank(build_compressor("lowrank+int4"), 3))
+    3
+    """
+    if isinstance(compressor, LowRank):
+        return replace(compressor, rank=rank)
+    if isinstance(compressor, Feedback):
+        return replace(compressor, inner=at_rank(compressor.inner, rank))
+    return compressor
 
 
 def resize_state(state: State, rank: int, shape: Sequence[int]) -> State:

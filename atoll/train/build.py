@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +16,8 @@ from atoll.algo.fragments import strided_fragments
 from atoll.algo.outer import OUTER_OPTIMIZERS, cosine_lr
 from atoll.algo.schedule import Schedule
 from atoll.comm.base import Transport
-from atoll.compress import Compressor, build_compressor, check_compressor
+from atoll.compress import Compressor, Feedback, Quantized, build_compressor, check_compressor, fastest_reduction
+from atoll.compress.quantize import Reduction
 from atoll.data import TextData, load_data
 from atoll.errors import ConfigError, StorageError
 from atoll.models import build_model, load_model
@@ -32,7 +35,7 @@ from atoll.train.replica import Member, Replica, computes_in_bfloat16
 from atoll.train.resume import STATE, resume_run
 from atoll.train.run import Output, Run
 from atoll.train.stopping import Signals, Stopper
-from atoll.train.sync import OuterSettings, ReplicaSync
+from atoll.train.sync import BUCKET_ELEMENTS, OuterSettings, ReplicaSync
 from atoll.train.workers import ManyWorkers, ModelPart, OneWorker, ShardSync, Workers
 
 
@@ -47,12 +50,14 @@ def build_run(
     schedule: Schedule | None = None,
     data: TextData | None = None,
     mesh: ReplicaMesh | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     """A run ready to train, resumed if `config.resume` says so.
 
     transports: one for each replica of this process. schedule: another than blocking rounds. data: what `config.data`
     describes, where it is loaded already. mesh: the workers of the one replica that this process is a worker of, where
-    it has several; its transport leads to this worker's counterparts.
+    it has several; its transport leads to this worker's counterparts. clock: seconds; times
+    steps and syncs.
     """
     workers: Workers = OneWorker() if mesh is None else ManyWorkers(mesh)
     leads = transports[0].replica == 0 and workers.index == 0
@@ -64,13 +69,18 @@ def build_run(
     schedule = schedule or make_schedule(config)
     if mesh is None:
         device, layout = pick_device(config, transports[0].replica), None
-        members = [_build_member(config, transport, data, device=device, schedule=schedule) for transport in transports]
+        members = [
+            _build_member(config, transport, data, device=device, schedule=schedule, clock=clock)
+            for transport in transports
+        ]
     else:
         layout = make_layout(config, vocab_size=data.vocab_size)
         members = [_build_worker(layout, transports[0], data, mesh=mesh, schedule=schedule, workers=workers)]
     if console is not None:
         console.line(f"data: {data.describe()}")
         console.line(_describe_model(config, members[0], layout))
+        if reduction := describe_reduction(config):
+            console.line(reduction)
         for warning in warnings_of(config, [tuple(tensor.shape) for tensor in members[0].sync.anchor().values()]):
             console.line(f"warning: {warning}")
     run = Run(
@@ -101,7 +111,39 @@ def make_schedule(config: TrainConfig) -> Schedule:
 
 def make_compressor(config: TrainConfig) -> Compressor:
     """The compressor that `config` names."""
-    return build_compressor(config.compressor, config.compressor_options)
+    options = replace(config.compressor_options, reduction=chosen_reduction(config))
+    return build_compressor(config.compressor, options)
+
+
+def chosen_reduction(config: TrainConfig) -> Reduction | None:
+    """How a mean of codes comes about where the link is known: what is faster, a bucket at a time; else the default.
+
+    An elastic run has no number of replicas to choose by.
+    """
+    if (
+        config.compressor not in ("int8", "int4", "fp4")
+        or not config.link_mbps
+        or config.elastic
+        or config.replicas < 2
+    ):
+        return None
+    payload = build_compressor(config.compressor, config.compressor_options).payload_bytes((BUCKET_ELEMENTS,))
+    return fastest_reduction(
+        payload,
+        num_replicas=config.replicas,
+        link_bytes_per_s=config.link_mbps * 125_000,
+        latency_s=config.link_latency_ms / 1000,
+    )
+
+
+def describe_reduction(config: TrainConfig) -> str:
+    """The line that a run's log has about it; empty for what is not averaged as codes."""
+    inner = make_compressor(config)
+    inner = inner.inner if isinstance(inner, Feedback) else inner
+    if not isinstance(inner, Quantized):
+        return ""
+    why = f"the faster one at {config.link_mbps:g} Mbit/s" if chosen_reduction(config) else "the default"
+    return f"codes of {config.compressor} are averaged by {inner.reduction} over {config.replicas} replicas: {why}"
 
 
 HOT_GAIN = 4.0  # of the outer optimizer, η/(1−μ), beyond which a round of delay makes training swing
@@ -160,11 +202,19 @@ def outer_settings(config: TrainConfig, schedule: Schedule) -> OuterSettings:
         dropped_count=config.drop_merge == "all",
         own_base=config.drop_base == "own",
         on_host=config.outer_state == "host",
+        probe_rank=config.rank if config.adaptive else 0,
+        energy=config.adaptive_energy,
     )
 
 
 def _build_member(
-    config: TrainConfig, transport: Transport, data: TextData, *, device: torch.device, schedule: Schedule
+    config: TrainConfig,
+    transport: Transport,
+    data: TextData,
+    *,
+    device: torch.device,
+    schedule: Schedule,
+    clock: Callable[[], float],
 ) -> Member:
     if config.init_from:
         model = _load_initial(config, vocab_size=data.vocab_size)
@@ -176,7 +226,7 @@ def _build_member(
     if config.activation_checkpointing:
         checkpoint_activations_(family_of(model.config).layer_list(model))
     stream = data.stream(transport.replica)
-    replica = Replica(transport.replica, model=model, stream=stream, config=config, device=device)
+    replica = Replica(transport.replica, model=model, stream=stream, config=config, device=device, clock=clock)
     if config.method == "data-parallel":
         sync = GradientSync(replica.trainable(), transport, make_compressor(config))
         return Member(replica, transport, sync)
@@ -188,6 +238,7 @@ def _build_member(
         outer_settings(config, schedule),
         fragments=fragments,
         companions=companions,
+        clock=clock,
     )
     return Member(replica, transport, outer)
 

@@ -83,7 +83,11 @@ class TrainConfig(Section):
     max_steps: int = Field(1000, ge=1, description="inner steps a replica takes in all")
     batch_size: int = Field(4, ge=1, description="sequences a replica takes in one forward pass")
     gradient_accumulation_steps: int = Field(1, ge=1, description="forward passes a step")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="the inner optimizer")
+    optimizer: Literal["adamw", "sgd", "muon"] = Field(
+        "adamw", description="the inner optimizer; muon: for matrices inside layers, AdamW for all else"
+    )
+    muon_learning_rate: float = Field(0.0, ge=0, description="optimizer=muon: of its matrices; 0: learning_rate")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="optimizer=muon: of its matrices")
     learning_rate: float = Field(1e-3, gt=0, description="of the inner optimizer, at its highest")
     lr_schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="where the cosine ends, as a share of learning_rate")
@@ -136,8 +140,15 @@ class TrainConfig(Section):
     )
     compressor: str = Field("identity", description="how a pseudo-gradient is sent; identity: fp32")
     rank: int = Field(32, ge=1, description="compressor=lowrank: columns of the factors")
+    adaptive: bool = Field(False, description="rank and inner_steps follow the effective rank of pseudo-gradients")
+    adaptive_window: int = Field(5, ge=1, description="adaptive: rounds the effective rank is averaged over")
+    adaptive_floor: float = Field(0.25, gt=0, le=1, description="adaptive: least share of rank and inner_steps")
+    adaptive_max_fall: float = Field(0.2, ge=0, lt=1, description="adaptive: share they fall by at most in a round")
+    adaptive_energy: float = Field(0.95, gt=0, lt=1, description="adaptive: energy that the effective rank holds")
     error_feedback: bool | None = Field(None, description="owe what a compressor left out; default: where it is needed")
     residual_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of what error feedback owes")
+    link_mbps: float = Field(0.0, ge=0, description="Mbit/s of the slow link, by which codes choose how to be averaged")
+    link_latency_ms: float = Field(0.0, ge=0, description="of the slow link, one way")
     average_inner_state: bool = Field(False, description="average the inner Adam state as well; sends 3x as much")
     outer_state: Literal["device", "host"] = Field(
         "device", description="where anchor, outer momentum and rounds in flight lie; the same memory on a CPU"
@@ -219,6 +230,8 @@ class TrainConfig(Section):
             )
         _check_schedule(self)
         _check_workers(self)
+        if self.adaptive:
+            _check_adaptive(self)
         if self.elastic:
             _check_elastic(self)
         return self
@@ -245,6 +258,11 @@ class TrainConfig(Section):
             return self.microbatches
         least = max(self.pipeline_stages, math.ceil(self.sequences_a_worker / self.batch_size))
         return next((m for m in range(least, self.sequences_a_worker + 1) if _microbatches_fit(self, m)), least)
+
+    @property
+    def resolved_muon_learning_rate(self) -> float:
+        """The highest rate of Muon's matrices."""
+        return self.muon_learning_rate or self.learning_rate
 
     @property
     def compressor_options(self) -> CompressorOptions:
@@ -293,6 +311,28 @@ def _check_schedule(config: TrainConfig) -> None:
         )
 
 
+def _check_adaptive(config: TrainConfig) -> None:
+    """Rank and round length are decided for whole rounds of low-rank factors, by replicas that are all there."""
+    if not config.compressor.startswith("lowrank"):
+        raise ValueError(
+            f"adaptive=true decides the rank of low-rank factors, and compressor={config.compressor!r} has none. "
+            "Use compressor=lowrank+int4 or compressor=lowrank."
+        )
+    if config.schedule == "streaming" or config.resolved_delay not in (0, config.inner_steps):
+        raise ValueError(
+            f"adaptive=true takes rounds whole, at once or a round later, not schedule={config.schedule!r} with "
+            f"delay={config.delay}. Use schedule=delayed or schedule=blocking, and leave delay out."
+        )
+    fixed = {"method": "diloco", "replica_schedule": "constant", "elastic": False}
+    fixed |= {"data_workers": 1, "pipeline_stages": 1, "average_inner_state": False}
+    wrong = [f"{key}={getattr(config, key)!r}" for key, value in fixed.items() if getattr(config, key) != value]
+    if wrong:
+        raise ValueError(
+            f"adaptive=true cannot be combined with {', '.join(wrong)}: replicas of one worker decide together, all "
+            "of them in every round. Leave that setting as it is by default, or adaptive out."
+        )
+
+
 def _microbatches_fit(config: TrainConfig, microbatches: int) -> bool:
     """Whether they divide a worker's sequences, and come in the equal rounds that schedules of two stages need."""
     in_rounds = config.pipeline_schedule in ("gpipe", "1f1b") or not microbatches % config.pipeline_stages
@@ -308,6 +348,11 @@ def _check_workers(config: TrainConfig) -> None:
                 f"Use gradient_accumulation_steps={config.microbatches}, or pipeline_stages=2 or more."
             )
         return
+    if config.optimizer == "muon":
+        raise ValueError(
+            f"optimizer='muon' orthogonalises whole matrices, and pipeline_stages={config.pipeline_stages} x "
+            f"data_workers={config.data_workers} hold parts. Use optimizer=adamw, or 1 x 1."
+        )
     alone = {"method": "diloco", "engine": "torchdist", "average_inner_state": False}
     wrong = [f"{key}={getattr(config, key)!r}" for key, value in alone.items() if getattr(config, key) != value]
     if wrong:

@@ -28,6 +28,7 @@ def train(run: Run) -> None:
                 run.launch(event.fragment, step)
             else:
                 run.apply(event.fragment, step)
+        run.adapt_if_due(step)
         run.evaluate_if_due(step)
         run.save_if_due(step)
     run.finish()

@@ -57,6 +57,8 @@ class RoundEvent:
     delta_norm: of the averaged pseudo-gradient. norms: of each replica's. cosines: between those, M x M. None where
     what travels does not tell.
     refused: the replicas whose contribution was not let in.
+    rank, inner_steps, observed: where rounds adapt, what was decided of this one, and what it was like for all:
+    effective_rank, sync_s, step_s and residual_share (see `atoll.algo.adaptive.Observation`); None if nobody counted.
     """
 
     event: ClassVar[str] = "round"
@@ -75,6 +77,9 @@ class RoundEvent:
     norms: Sequence[float] = ()
     refused: Sequence[int] = ()
     compressor: str = "identity"
+    rank: int | None = None
+    inner_steps: int | None = None
+    observed: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +139,8 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
     return value
 
 

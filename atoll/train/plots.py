@@ -107,6 +107,37 @@ def plot_loss_by_bytes(runs: Mapping[str, RunSummary], *, width_in: float = 8.5)
     return figure
 
 
+def plot_adapted(name: str, run: RunSummary, *, width_in: float = 8.5) -> Figure:
+    """Rank, inner steps, and sync and exposed time of each round of a run that adapted, one above the other."""
+    figure = Figure(figsize=(width_in, 7.5), dpi=DPI, facecolor="white", layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    numbers = range(1, len(run.adapted) + 1)
+    seen = [event["observed"] or {} for event in run.adapted]
+    lines: list[list[tuple[str, list[float]]]] = [
+        [
+            ("rank in use", [event["rank"] for event in run.adapted]),
+            ("effective rank", [each.get("effective_rank", math.nan) for each in seen]),
+        ],
+        [("inner steps", [event["inner_steps"] for event in run.adapted])],
+        [
+            ("sync", [each.get("sync_s", math.nan) for each in seen]),
+            ("exposed", [event["exposed_s"] for event in run.adapted]),
+        ],
+    ]
+    for axes, drawn, label in zip(panels, lines, ("rank", "inner steps", "seconds"), strict=True):
+        for (title, values), colour in zip(drawn, ROLE_COLOURS.values(), strict=False):
+            axes.plot(numbers, values, color=colour, linewidth=1.8, marker="o", markersize=3, label=title)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(label, fontsize=LABEL_SIZE)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(True, color=LIGHT, linewidth=0.8)
+        axes.legend(frameon=False, fontsize=TICK_SIZE)
+    panels[-1].set_xlabel("round", fontsize=LABEL_SIZE)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    figure.suptitle(f"{name}: rank and round length as decided", size=TITLE_SIZE, weight="bold", color=INK)
+    return figure
+
+
 def _reached(points: Sequence[Point]) -> list[Point]:
     """The last loss at each number of bytes: steps between two rounds send nothing. Without any: the last point."""
     last_at = {point.sent_bytes: point for point in points}

@@ -7,7 +7,7 @@ this worker's part of it (`atoll.train.workers`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +19,7 @@ from atoll.algo.rates import inner_lr
 from atoll.comm.base import Transport
 from atoll.train.config import TrainConfig
 from atoll.train.data_parallel import GradientSync
+from atoll.train.inner_optimizers import PEAK_LR, build_inner_optimizer
 from atoll.train.sync import ReplicaSync
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ class WholeModel:
 class Replica:
     """Trains alone: `compute_gradients`, then `update`.
 
-    model: all of it, or what this worker has of it. worker: its number among those of the replica.
+    model: all of it, or what this worker has of it. worker: its number among those of the replica. pace: seconds, and
+    the inner steps they were spent on, since somebody last took note.
     """
 
     def __init__(
@@ -125,8 +127,11 @@ class Replica:
         config: TrainConfig,
         device: torch.device,
         worker: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.index = index
+        self._clock = clock
+        self.pace = (0.0, 0)
         self.stream = stream
         self.config = config
         self.device = device
@@ -152,31 +157,41 @@ class Replica:
 
     def compute_gradients(self, step: int) -> None:
         """Forward and backward over the batches of inner step `step`; gradients are their mean."""
-        began = time.perf_counter()
+        began = self._clock()
         self.optimizer.zero_grad(set_to_none=True)
         with self._own_random_numbers():
             self._loss = self.trainee.compute_gradients(self._batches(), parts=self.config.gradient_accumulation_steps)
-        self._seconds = time.perf_counter() - began
+        self._seconds = self._clock() - began
 
     def update(self, step: int) -> StepReport:
         """Clip and take the optimizer's step. A gradient that is not finite is left out, and said."""
-        began = time.perf_counter()
+        began = self._clock()
         lr = self.lr(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = self._rate(step, group[PEAK_LR]) if PEAK_LR in group else lr
         norm = self.trainee.clip_gradients_(self.config.max_grad_norm or float("inf"))
         finite = norm < float("inf")
         if finite:
             self.optimizer.step()
         loss = float(self._loss)
-        seconds = self._seconds + time.perf_counter() - began
+        seconds = self._seconds + self._clock() - began
+        self.pace = (self.pace[0] + seconds, self.pace[1] + 1)
         return StepReport(self.index, step, loss, norm, lr, self.tokens, seconds, not finite)
 
     def lr(self, step: int) -> float:
         """The rate of inner step `step`, a function of the global step alone."""
+        return self._rate(step, self.config.learning_rate)
+
+    def take_pace(self) -> float:
+        """Seconds an inner step took since this was last asked."""
+        seconds, steps = self.pace
+        self.pace = (0.0, 0)
+        return seconds / max(1, steps)
+
+    def _rate(self, step: int, peak: float) -> float:
         return inner_lr(
             step,
-            learning_rate=self.config.learning_rate,
+            learning_rate=peak,
             warmup_steps=self.config.warmup_steps,
             max_steps=self.config.max_steps,
             decay=self.config.lr_schedule,
@@ -287,16 +302,3 @@ def _fresh_random_state(seed: int, device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
     return state
-
-
-def build_inner_optimizer(params: Mapping[str, nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD of torch; vectors (norms, biases) are not decayed."""
-    groups = [
-        {"params": [p for p in params.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate)
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from atoll.errors import StorageError
 from atoll.train.console import format_bytes, format_duration, format_saving
 from atoll.train.metrics import perplexity
-from atoll.train.plots import plot_loss_by_bytes, plot_loss_by_steps, plot_loss_by_time
+from atoll.train.plots import plot_adapted, plot_loss_by_bytes, plot_loss_by_steps, plot_loss_by_time
 from atoll.train.summary import (
     RunSummary,
     _senders,
@@ -84,6 +84,10 @@ def _write_plots(runs: Mapping[str, RunSummary], folder: Path) -> list[str]:
     if _senders(runs, series) is not None:
         plot_loss_by_bytes(runs).savefig(folder / "loss_by_bytes.png")
         pictures.append(f"![{series.kind} against megabytes sent by one replica](plots/loss_by_bytes.png)")
+    for number, (name, run) in enumerate(runs.items(), start=1):
+        if run.adapted:
+            plot_adapted(name, run).savefig(folder / f"adaptive-{number}.png")
+            pictures.append(f"![Rank, inner steps, sync and exposed time of {name}](plots/adaptive-{number}.png)")
     return pictures
 
 

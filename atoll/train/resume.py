@@ -14,7 +14,7 @@ Where a replica has several workers each writes files of its own: see `atoll.tra
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -50,7 +50,9 @@ def _save_replicas(run: Run, writer: CheckpointWriter, step: int) -> list[str]:
     names = [f"replica-{index}.safetensors" for index in range(run.config.replicas)]
     for member in run.members:
         assert not isinstance(member.sync, ShardSync)
-        own = {"replica": member.replica.state_dict(), "sync": member.sync.replica_state()}
+        own: dict[str, Any] = {"replica": member.replica.state_dict(), "sync": member.sync.replica_state()}
+        if run.adapting is not None:
+            own["pace"] = list(member.replica.pace)
         writer.save_state(names[member.index], own)
     if run.leads:
         lead = run.members[0]
@@ -82,6 +84,9 @@ def resume_run(run: Run, folder: Path) -> None:
     """Put `run` exactly where the checkpoint `folder` was taken."""
     summary = load_json(folder / STATE)
     refuse_other_config(summary["settings"], essential(run.config))
+    if run.adapting is not None:
+        run.schedule = run.adapting.load_state_dict(summary["adaptive"], run.schedule)
+        run.set_rank()
     if run.layout is None and "layout" not in summary:
         _load_replicas(run, folder)
     else:
@@ -104,6 +109,9 @@ def _load_replicas(run: Run, folder: Path) -> None:
         member.sync.load_shared_state(anchor, shared)
         member.replica.load_state_dict(own["replica"])
         member.sync.load_replica_state(own["sync"])
+        if run.adapting is not None:
+            seconds, steps = own["pace"]
+            member.replica.pace = (seconds, steps)
 
 
 def layout_summary(config: TrainConfig) -> dict[str, object]:
@@ -119,6 +127,7 @@ def _summary(run: Run, step: int, *, digest: str) -> dict[str, object]:
         "anchor_digest": digest,
         "last_eval_step": run.last_eval_step,
         "settings": essential(run.config),
+        "adaptive": None if run.adapting is None else run.adapting.state_dict(run.schedule),
     }
 
 

@@ -12,15 +12,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from atoll.algo.adaptive import Decision
 from atoll.algo.merge import WEIGHTS, Ballot, weigh
 from atoll.algo.participation import active_replicas, is_dropped
 from atoll.algo.schedule import Apply, Event, Launch, Schedule
 from atoll.data import TextData
 from atoll.errors import DataError
 from atoll.exchange import mean_sent_bytes
+from atoll.train.adapting import Adapting
 from atoll.train.config import TrainConfig
 from atoll.train.console import Console
 from atoll.train.data_parallel import GradientSync
@@ -41,6 +43,8 @@ from atoll.train.replica import Member, Replica, StepReport
 from atoll.train.stopping import Interrupted, Signals, Stopper
 from atoll.train.sync import ReplicaSync, RoundReport
 from atoll.train.workers import ShardSync, Workers
+
+HEADROOM = 1.1  # a round takes this many times as long as its sync, or that is not hidden behind it
 
 
 @dataclass
@@ -102,6 +106,8 @@ class Run:
         self._exposed_s = 0.0
         self._inner_s = 0.0
         self._steps_at_round = 0
+        self._told_exposed = False
+        self.adapting = Adapting.begin(config) if config.adaptive else None
         self._told_memory = False
         self._syncs = [member.sync for member in self.members if isinstance(member.sync, ReplicaSync | ShardSync)]
         self._gradient_syncs = [member.sync for member in self.members if isinstance(member.sync, GradientSync)]
@@ -142,7 +148,7 @@ class Run:
         return active
 
     def log_step(self, report: StepReport) -> None:
-        rate = self._tokens_a_step() / report.seconds
+        rate = self._tokens_a_step() / max(report.seconds, 1e-9)  # a coarse clock may not have moved
         event = StepEvent(
             step=report.step,
             replica=report.replica,
@@ -175,9 +181,26 @@ class Run:
             return (*self.schedule.events(step), *self.schedule.finish(step))
         return self.schedule.events(step)
 
+    def adapt_if_due(self, step: int) -> None:
+        """Where a round ends, the next one gets the rank and the length that all replicas decide alike."""
+        ends = self.schedule.boundary_after(step - 1) == step
+        if self.adapting is None or not ends or not self.config.pretrain_steps < step < self.config.max_steps:
+            return
+        self.schedule = self.adapting.next_round(self.schedule, step)
+        self.set_rank()
+
+    def set_rank(self) -> None:
+        """Rounds launched from now on travel by the rank that is decided."""
+        assert self.adapting is not None
+        for sync in self._syncs:
+            assert isinstance(sync, ReplicaSync)
+            sync.set_rank(self.adapting.course.decision.rank)
+
     def launch(self, fragment: int, step: int) -> None:
         """Every replica of this process hands in its progress."""
         began = time.perf_counter()
+        if self.adapting is not None and step != self.config.pretrain_steps:
+            self.adapting.launch()
         for member, sync in zip(self.members, self._syncs, strict=True):
             self._launch_one(member.replica, sync, fragment, step)
         self._launch_steps[fragment].append(step)
@@ -313,6 +336,7 @@ class Run:
         if step == config.pretrain_steps:
             sync.launch(fragment, present=replica.index == 0, follow=True)
             replica.tokens_at_sync = replica.tokens
+            replica.take_pace()
             return
         active = replica.index < self._num_active(step)
         dropped = active and is_dropped(
@@ -323,22 +347,30 @@ class Run:
             seed=config.seed,
         )
         weight = WEIGHTS[config.merge](replica.stream.num_examples, replica.tokens - replica.tokens_at_sync)
-        sync.launch(fragment, weight=weight if active else 0.0, present=active and not dropped, adopts=not dropped)
+        weight, present, adopts = weight if active else 0.0, active and not dropped, not dropped
+        if isinstance(sync, ReplicaSync):
+            pace = replica.take_pace()
+            sync.launch(fragment, weight=weight, present=present, adopts=adopts, step_s=pace)
+        else:
+            sync.launch(fragment, weight=weight, present=present, adopts=adopts)
         if fragment == self.schedule.num_fragments - 1:
             replica.tokens_at_sync = replica.tokens
 
     def _log_round(self, report: RoundReport, step: int) -> None:
         self._landed = True
+        follow = step == self.config.pretrain_steps
+        decision = None if self.adapting is None or follow else self.adapting.land(report.seen)
         if self.leads:
             for replica in report.refused:
                 self._fault("contribution is not finite; refused", replica)
-            event = self._round_event(report, step)
+            event = self._round_event(report, step, decision)
+            self._warn_of_exposure(report)
             self.output.write(event)
             self._show_round(event, step)
         self._inner_s = self._exposed_s = 0.0
         self._steps_at_round = step
 
-    def _round_event(self, report: RoundReport, step: int) -> RoundEvent:
+    def _round_event(self, report: RoundReport, step: int, decision: Decision | None) -> RoundEvent:
         return RoundEvent(
             round=report.round,
             step=step,
@@ -355,7 +387,25 @@ class Run:
             norms=report.geometry.norms if report.geometry else (),
             refused=report.refused,
             compressor=self.config.compressor,
+            rank=None if decision is None else decision.rank,
+            inner_steps=None if decision is None else decision.inner_steps,
+            observed=None if decision is None or report.seen is None else asdict(report.seen),
         )
+
+    def _warn_of_exposure(self, report: RoundReport) -> None:
+        """Once, where a round of delay is too short to hide a sync: the smallest that would do."""
+        steps = self.step - self._steps_at_round
+        if self._told_exposed or self.schedule.delay == 0 or self._inner_s <= 0 or steps == 0:
+            return
+        step_s = self._inner_s / steps
+        least = math.ceil(HEADROOM * report.sync_s / step_s)
+        if least > self.schedule.delay:
+            self._told_exposed = True
+            what = "delay" if self.schedule.num_fragments > 1 else "inner_steps"
+            self.output.line(
+                f"warning: {what}={self.schedule.delay} steps of {step_s:.3g} s do not hide a sync of "
+                f"{report.sync_s:.3g} s. Use {what}={least} or more, or a compressor that sends less."
+            )
 
     def _show_round(self, event: RoundEvent, step: int) -> None:
         if self.output.console is None:
@@ -400,10 +450,10 @@ class Run:
 
     def _round_of(self, step: int) -> int:
         """The round that `step` belongs to, from 1."""
-        return (step - self.config.pretrain_steps - 1) // self.config.inner_steps + 1
+        return self.schedule.round_of(step)
 
     def _begins_round(self, step: int) -> bool:
-        return step > 1 and (step - self.config.pretrain_steps - 1) % self.config.inner_steps == 0
+        return step > 1 and self.schedule.boundary_after(step - 2) == step - 1
 
     def _tokens_a_step(self) -> int:
         return self.config.batch_size * self.config.gradient_accumulation_steps * self.config.sequence_length

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import ConfigError
+from atoll.train.adapting import logged_rounds
 from atoll.train.config import flatten
 from atoll.train.console import format_bytes, format_duration, format_factor
 from atoll.train.metrics import read_metrics
@@ -72,6 +73,7 @@ class RunSummary:
     num_voids: int = 0
     islands: Mapping[int, Island] = field(default_factory=dict)
     members: Mapping[str, int] = field(default_factory=dict)
+    adapted: Sequence[Mapping[str, Any]] = ()  # round events of a run whose rounds adapted
 
     @property
     def replicas(self) -> int:
@@ -134,6 +136,7 @@ def _summary(settings: dict[str, Any], events: Mapping[str, Events]) -> RunSumma
         num_voids=sum(event.get("voids") or 0 for event in rounds),
         islands=_islands(rounds, events["member"]),
         members=Counter(event["what"] for event in events["member"]),
+        adapted=logged_rounds(rounds),
     )
 
 

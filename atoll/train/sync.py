@@ -26,15 +26,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from atoll.algo import merge
+from atoll.algo import adaptive, merge
+from atoll.algo.adaptive import Observation
 from atoll.algo.adopt import AdoptRule, Landing, carry, replace
 from atoll.algo.fragments import Bucket, Layout, Piece, buckets, tensor_buckets
 from atoll.algo.merge import Ballot, Geometry
 from atoll.algo.outer import SGD, Nesterov, OuterOptimizer
 from atoll.algo.prune import PRUNE_RULES
 from atoll.comm.base import Flight, Tally, Transport
-from atoll.compress import IDENTITY, Compressor
+from atoll.compress import IDENTITY, Compressor, Feedback, at_rank, rank_of
 from atoll.compress.base import settle
+from atoll.compress.feedback import RESIDUAL
+from atoll.compress.lowrank import largest_rank
 from atoll.errors import CheckpointError, ConfigError
 from atoll.exchange import Exchange, State, Traffic
 
@@ -49,6 +52,8 @@ class OuterSettings:
     dropped_count: the mean divides by dropped replicas too. own_base: a dropped replica's next pseudo-gradient is
     measured from where it started, not from the new anchor (rules that owe unsent progress always do so).
     on_host: anchors, outer state and rounds in flight lie in host memory, pinned where the parameters are on a GPU.
+    probe_rank: pseudo-gradients are probed for their effective rank, up to this one, and ballots tell it; 0: they are
+    not. energy: see `atoll.algo.adaptive`.
     """
 
     optimizer: OuterOptimizer = field(default_factory=Nesterov)
@@ -61,6 +66,8 @@ class OuterSettings:
     dropped_count: bool = False
     own_base: bool = False
     on_host: bool = False
+    probe_rank: int = 0
+    energy: float = 0.95
     bucket_elements: int = BUCKET_ELEMENTS
 
     @property
@@ -73,7 +80,9 @@ class OuterSettings:
 class RoundReport:
     """What one landed round was. round: outer steps of this fragment so far. weights: 0 for who did not count.
 
-    geometry: None where what travels does not tell how the contributions lie to each other.
+    geometry: None where what travels does not tell how the contributions lie to each other. seen: what the round was
+    like for all, where rounds adapt. rank: of the low-rank factors it travelled as, or 0. sync_s: seconds from when all
+    had launched until the mean was there, as this replica saw it.
     """
 
     fragment: int
@@ -83,6 +92,9 @@ class RoundReport:
     payload_bytes: int
     geometry: Geometry | None
     digest: str
+    seen: Observation | None = None
+    rank: int = 0
+    sync_s: float = 0.0
 
     @property
     def contributors(self) -> int:
@@ -143,9 +155,30 @@ class WeighedTransport(Protocol):
 
 
 @dataclass
+class _Times:
+    """When all had launched and when the mean was there, by the clock. owed, wanted: energy of what was left out, and
+    of all there was to send.
+    """
+
+    launched: float | None = None
+    arrived: float = 0.0
+    owed: float = 0.0
+    wanted: float = 0.0
+
+    @property
+    def sync_s(self) -> float:
+        return 0.0 if self.launched is None else max(0.0, self.arrived - self.launched)
+
+    @property
+    def residual_share(self) -> float:
+        return self.owed / self.wanted if self.wanted > 0 else 0.0
+
+
+@dataclass
 class _InFlight:
     """A round that was launched and has not landed.
 
+    rank: of the compressor it travels by.
     contribution: the flat pseudo-gradient, where it is kept. held: the parameters still hold that progress, so that the
     next launch must not take it again. flight: None until others are ready to average it (elastic rounds).
     """
@@ -157,6 +190,8 @@ class _InFlight:
     held: bool = True
     listens: bool = False  # brings nothing: its progress is carried onto the new anchor and stays owed
     took_off: threading.Event = field(default_factory=threading.Event)
+    rank: int = 0
+    times: _Times = field(default_factory=_Times)
 
 
 class _Fragment:
@@ -309,6 +344,7 @@ class ReplicaSync:
         fragments: Sequence[Sequence[str]] | None = None,
         companions: Callable[[], list[Tensor]] = list,
         agree: Callable[[bool], bool] = bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not params:
             raise ConfigError("there is no trainable parameter to sync. Set requires_grad on some before syncing.")
@@ -319,6 +355,8 @@ class ReplicaSync:
         self.settings = settings
         self._fragments = [_Fragment({name: params[name] for name in names}, settings) for names in named]
         self._agree = agree
+        self._clock = clock
+        self._last = Observation(0.0, 0.0, 0.0, 0.0)  # times and residual of the round that landed last
         self._companions = companions
         self._companion_flight: Flight | None = None
 
@@ -369,11 +407,13 @@ class ReplicaSync:
         present: bool = True,
         adopts: bool = True,
         follow: bool = False,
+        step_s: float = 0.0,
     ) -> None:
         """Take the progress of fragment `index` and start averaging it.
 
         weight: how much this replica counts. present: False does not count in this round. adopts: False keeps its own
         parameters when the round lands. follow: hand in all progress, neither pruned nor compressed; see `apply`.
+        step_s: seconds that an inner step took, which is told where rounds adapt.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(
@@ -388,6 +428,8 @@ class ReplicaSync:
             present=present,
         )
         contribution = self._take_contribution(fragment, prune=not follow) if self._must_materialise() else None
+        if self.settings.probe_rank and not follow:
+            ballot = replace_field(ballot, seen=self._observe(fragment, ballot, contribution, step_s))
         compressor = IDENTITY if follow else self.settings.compressor
         self._send(fragment, ballot, contribution, adopts=adopts, compressor=compressor)
         if not follow and index == len(self._fragments) - 1:
@@ -406,6 +448,8 @@ class ReplicaSync:
         fragment = self._fragments[index]
         assert flown.flight is not None, "the round was never sent"
         ballots = flown.flight.ballots()
+        if flown.times.launched is None:
+            flown.times.launched = self._clock()
         weights = merge.weigh(ballots)
         if weights[place] == 0:
             self._owe_again(fragment, flown)
@@ -419,6 +463,8 @@ class ReplicaSync:
         if not flown.ballot.finite:
             fragment.restart()
         traffic = flown.flight.traffic()
+        if any(weights):
+            self._remember(flown)
         if index == len(self._fragments) - 1:
             self._apply_companions(adopts=flown.adopts)
         return RoundReport(
@@ -429,7 +475,34 @@ class ReplicaSync:
             payload_bytes=traffic.payload_bytes,
             geometry=None if traffic.gram is None else merge.geometry(traffic.gram, weights),
             digest=fragment.digest.hex(),
+            seen=merge.observed(ballots),
+            rank=flown.rank,
+            sync_s=flown.times.sync_s,
         )
+
+    # --- rounds that adapt
+
+    def set_rank(self, rank: int) -> None:
+        """The rank that rounds launched from now on travel by; those in flight keep theirs."""
+        self.settings = replace_field(self.settings, compressor=at_rank(self.settings.compressor, rank))
+
+    def _observe(self, fragment: _Fragment, ballot: Ballot, contribution: Tensor | None, step_s: float) -> Observation:
+        """What this round is like so far, and how long the last one that landed took and left owed."""
+        rank = self.settings.probe_rank
+        if not ballot.finite:
+            return replace_field(self._last, effective_rank=float(rank), step_s=step_s)
+        found = []
+        for bucket in fragment.buckets:
+            shape = fragment._bucket_shape(bucket, self.settings)
+            if largest_rank(shape) >= rank:
+                span = slice(bucket.start, bucket.stop)
+                delta = fragment.pseudo_gradient(bucket) if contribution is None else contribution[span]
+                found.append(adaptive.probe([delta.view(shape)], rank=rank, energy=self.settings.energy))
+        probed = adaptive.merge_probes(found, rank=rank)
+        return replace_field(self._last, effective_rank=probed.effective_rank, step_s=step_s)
+
+    def _remember(self, flown: _InFlight) -> None:
+        self._last = replace_field(self._last, sync_s=flown.times.sync_s, residual_share=flown.times.residual_share)
 
     # --- elastic rounds: averaging may fail and be tried again, and lands only when all agree on where it leads
 
@@ -646,7 +719,7 @@ class ReplicaSync:
         compressor: Compressor,
     ) -> None:
         kept = contribution if self.settings.keep_contribution else None
-        flown = _InFlight(None, ballot, kept, adopts)
+        flown = _InFlight(None, ballot, kept, adopts, rank=rank_of(compressor))
         exchanges = self._exchanges(fragment, flown, contribution, compressor)
         background = self.settings.keep_contribution
         flown.flight = self.transport.launch(ballot.pack(), merge.weigh, exchanges, background=background)
@@ -657,6 +730,11 @@ class ReplicaSync:
         self, fragment: _Fragment, flown: _InFlight, contribution: Tensor | None, compressor: Compressor
     ) -> Iterator[Exchange]:
         """One averaging a bucket, made when the transport asks for it, so that arithmetic and sending overlap."""
+        if self.settings.keep_contribution:  # pulled by whoever carries the round on
+            flown.took_off.wait()
+            assert flown.flight is not None
+            flown.flight.ballots()
+            flown.times.launched = self._clock()
         for number, bucket in enumerate(fragment.buckets):
             span = slice(bucket.start, bucket.stop)
             delta = fragment.pseudo_gradient(bucket) if contribution is None else contribution[span]
@@ -674,6 +752,11 @@ class ReplicaSync:
         counted = merge.weigh(flown.flight.ballots())[self.transport.replica] > 0
         settled = settle(before, code, counted=counted)
         fragment.codes_ahead[number] = settled
+        flown.times.arrived = self._clock()
+        if self.settings.probe_rank and RESIDUAL in code and isinstance(compressor, Feedback):
+            wanted = torch.add(delta, before[RESIDUAL].to(delta), alpha=compressor.beta)
+            flown.times.wanted += adaptive.energy_of([wanted])
+            flown.times.owed += adaptive.energy_of([code[RESIDUAL]])
         return mean, settled
 
     def _land(
@@ -821,17 +904,20 @@ class ReplicaSync:
                             "adopts": flown.adopts,
                             "held": flown.held,
                         }
+                        | ({"rank": flown.rank} if self.settings.probe_rank else {})
                         for flown in fragment.flights
                     ],
                 }
                 for fragment in self._fragments
             ]
-        }
+        } | ({"last": self._last.pack().hex()} if self.settings.probe_rank else {})
 
     def load_replica_state(self, state: Mapping[str, object]) -> None:
         """Take over this replica's own state and launch again what was in flight, with the same contributions."""
         saved = state["fragments"]
         assert isinstance(saved, Sequence)
+        if "last" in state:
+            self._last = Observation.unpack(bytes.fromhex(str(state["last"])))
         for fragment, item in zip(self._fragments, saved, strict=True):
             fragment.base = item["base"]
             fragment.codes = item["codes"]
@@ -840,6 +926,7 @@ class ReplicaSync:
             for flown in item["flights"]:
                 ballot = Ballot.unpack(bytes.fromhex(flown["ballot"]))
                 compressor = self.settings.compressor
+                compressor = at_rank(compressor, flown.get("rank") or rank_of(compressor))
                 self._send(fragment, ballot, flown["contribution"], adopts=flown["adopts"], compressor=compressor)
                 fragment.flights[-1].held = flown["held"]
 

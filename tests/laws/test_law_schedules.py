@@ -307,3 +307,23 @@ def test_a_run_resumed_after_its_rank_changed_is_the_uninterrupted_run() -> None
     whole.run(5).finish()
     assert_same_bits(whole.anchor(), resumed.anchor())
     assert_same_bits(whole.members[2].params, resumed.members[2].params)
+
+
+@pytest.mark.parametrize("name", ["lowrank", "lowrank+int4"])
+@pytest.mark.parametrize("rule", [replace(), carry(1 / NUM_REPLICAS), eager()], ids=["reset", "carry", "eager"])
+def test_anchors_stay_the_same_bits_while_rank_and_length_of_rounds_change(name: str, rule: AdoptRule) -> None:
+    settings = settings_for(Schedule(3, delay=3), adopt=rule, compressor=build_compressor(name, OPTIONS))
+    settings = replace_field(settings, probe_rank=2)
+    fleet = Fleet(NUM_REPLICAS, settings, Schedule(3, delay=3), start=start)
+    for rank, inner_steps in ((2, 3), (1, 2), (1, 1), (2, 4)):
+        fleet.schedule = fleet.schedule.continue_with(fleet.step, inner_steps)
+        for member in fleet.members:
+            member.sync.set_rank(rank)
+        fleet.run(inner_steps)
+        assert len({member.sync.measure_digest() for member in fleet.members}) == 1
+    fleet.finish()
+    assert len({member.sync.digest() for member in fleet.members}) == 1
+    assert [report[0].rank for report in fleet.reports] == [2, 1, 1, 2]
+    assert len({report[0].seen for report in fleet.reports}) > 1
+    for report in fleet.reports:
+        assert len({each.seen.effective_rank for each in report if each.seen is not None}) == 1

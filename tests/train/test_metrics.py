@@ -58,7 +58,7 @@ def test_the_keys_are_those_that_scripts_outside_rely_on(path: Path) -> None:
     assert list(step) == ["event", "step", "replica", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"]
     assert list(round_)[:7] == ["event", "round", "step", "replicas", "contributors", "payload_bytes", "sync_s"]
     assert list(round_)[7:12] == ["exposed_s", "inner_s", "anchor_digest", "delta_norm", "cosine_mean"]
-    assert list(round_)[12:] == ["cosines", "norms", "refused", "compressor"]
+    assert list(round_)[12:] == ["cosines", "norms", "refused", "compressor", "rank", "inner_steps", "observed"]
     assert list(eval_) == ["event", "step", "round", "loss", "perplexity", "tokens"]
     assert list(fault)[:4] == ["event", "what", "replica", "step"]
 

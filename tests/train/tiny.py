@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -70,7 +71,13 @@ def _load(source: str, held_out_percent: float, sequence_length: int, replicas: 
     return load_data(config, sequence_length=sequence_length, num_replicas=replicas, seed=seed)
 
 
-def tiny_run(config: TrainConfig, *, schedule: Schedule | None = None, signals: Signals | None = None) -> Run:
+def tiny_run(
+    config: TrainConfig,
+    *,
+    schedule: Schedule | None = None,
+    signals: Signals | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
     """A run of the local engine, ready to train, quiet."""
     signals = signals or Signals()
     percent = config.data.held_out_percent
@@ -83,6 +90,7 @@ def tiny_run(config: TrainConfig, *, schedule: Schedule | None = None, signals: 
         quiet=True,
         schedule=schedule,
         data=_load(config.data.source, percent, config.sequence_length, config.replicas, config.seed),
+        clock=clock,
     )
 
 
