@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from atoll.compress.fused import fused, is_fused
+
 CHUNK_ELEMENTS = 1 << 16  # rows are coded this many elements at a time: values and codes stay in the L2 cache
 _TINY = 1e-36  # blocks below this are all zero in code: the reciprocal of their scale would not be finite
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16)}
@@ -69,27 +71,32 @@ class Blocks:
         num_blocks = -(-flat.numel() // self.block)
         payload = torch.empty(num_blocks * self.block_bytes, dtype=torch.uint8, device=flat.device)
         coded = payload.view(num_blocks, self.block_bytes)
-        for blocks in self._chunks(flat.numel()):
-            self.code.encode(self._rows(flat, blocks), coded[blocks])
+        code = self._code_on(flat.device)
+        for blocks in self._chunks(flat.numel(), flat.device):
+            code.encode(self._rows(flat, blocks), coded[blocks])
         return payload
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
         flat = torch.empty(numel, dtype=torch.float32, device=payload.device)
         coded = payload.view(-1, self.block_bytes)
-        for blocks in self._chunks(numel):
+        code = self._code_on(flat.device)
+        for blocks in self._chunks(numel, flat.device):
             rows = self._rows(flat, blocks)
             if rows.shape[1] == self.block:
-                self.code.decode(coded[blocks], rows)
+                code.decode(coded[blocks], rows)
             else:
                 whole = rows.new_empty(1, self.block)
-                self.code.decode(coded[blocks], whole)
+                code.decode(coded[blocks], whole)
                 rows.copy_(whole[:, : rows.shape[1]])
         return flat
 
-    def _chunks(self, numel: int) -> Iterator[slice]:
-        """Full blocks some at a time, then the last one if it is not full."""
+    def _code_on(self, device: torch.device) -> Code:
+        return fused(self.code) if is_fused(device) else self.code
+
+    def _chunks(self, numel: int, device: torch.device) -> Iterator[slice]:
+        """Full blocks some at a time, where kernels are fused all of them, then the last one if it is not full."""
         full, rest = divmod(numel, self.block)
-        step = max(1, CHUNK_ELEMENTS // self.block)
+        step = max(1, full if is_fused(device) else CHUNK_ELEMENTS // self.block)
         for first in range(0, full, step):
             yield slice(first, min(first + step, full))
         if rest:
