@@ -7,7 +7,7 @@
 Islands are hosts of benchmarks/hosts.py, one process and one thread each. A round is 20 inner steps of 50 ms.
 
     sync   two islands: a round's exchange, seconds and bytes at the interface
-    kill   three islands, one gets SIGKILL in its inner steps: until the others' next commit, and their steps thrown away
+    kill   three islands, one gets SIGKILL in its inner steps: the others' next commit, and what they throw away
     slow   three islands, one ten times slower: how long rounds take, and its share of what was agreed on
 
 All have their default settings; plain outer SGD, so that shares can be read from what was agreed on. Elastic Atoll
@@ -27,16 +27,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from hosts import Hosts, missing
 
+import atoll
+
 PEERS = str(Path(__file__).with_name("side_by_side_peers.py"))
 STEP_S, INNER_STEPS = 0.05, 20
 MODEL = {"hidden_size": 512, "num_layers": 3, "num_heads": 8, "intermediate_size": 1376}
-NUMEL = 9_630_720  # of MODEL with the byte tokenizer, checked before anything runs
+NUMEL = 9_622_528  # of MODEL with the byte tokenizer, checked before anything runs
+TOKENS_A_STEP = 16  # of the model that elastic Atoll trains
 SLOWER = 10
 
 
@@ -156,9 +158,8 @@ def sync_of_hivemind(python: str, rate_mbit: float, code: str, rounds: int) -> d
                 assert process.stdin
                 process.stdin.write("\n")
                 process.stdin.flush()
-            told = [False, False]
-            while not all(told):
-                peers.hear(lambda i, line: told.__setitem__(i, True) is None, timeout_s=90)
+            for _ in peers.processes:
+                peers.hear(lambda island, line: line["what"] == "round", timeout_s=90)
         return summary(peers.rounds(1))
 
 
@@ -229,7 +230,16 @@ class Elastic:
         return [
             *("--replicas", str(len(self.hosts.names)), "--inner-steps", str(INNER_STEPS), "--max-steps", "10000000"),
             *("--compressor", code, "--output-dir", str(self.run), "--data.max-bytes", "300000", "--threads", "1"),
-            *("--sequence-length", "16", "--batch-size", "1", "--lr-schedule", "constant", "--eval-sequences", "2"),
+            *(
+                "--sequence-length",
+                str(TOKENS_A_STEP),
+                "--batch-size",
+                "1",
+                "--lr-schedule",
+                "constant",
+                "--eval-sequences",
+                "2",
+            ),
             *("--outer-optimizer", "sgd", "--outer-lr", "1.0"),
             *(word for key, value in MODEL.items() for word in (f"--model.{key.replace('_', '-')}", str(value))),
         ]
@@ -268,8 +278,11 @@ def kill_elastic(rate_mbit: float) -> dict[str, Any]:
         after = elastic.rounds(len(found) + 1, timeout_s=120)
         waited = time.time() - killed
         final = elastic.rounds(len(after) + 2, timeout_s=120)
-    made_steps = sum(sum(event["weights"].get(seat, 0) for seat in ("0", "1")) for event in final[len(found) :])
-    return {"next_commit_s": round(waited, 2), "tokens_of_survivors_a_round": made_steps / (len(final) - len(found)) / 2}
+    made_tokens = sum(sum(event["weights"].get(seat, 0) for seat in ("0", "1")) for event in final[len(found) :])
+    return {
+        "next_commit_s": round(waited, 2),
+        "tokens_of_survivors_a_round": made_steps / (len(final) - len(found)) / 2,
+    }
 
 
 def slow_elastic(rate_mbit: float, rounds: int) -> dict[str, Any]:
@@ -326,7 +339,7 @@ def main() -> None:
     if why := missing():
         raise SystemExit(f"hosts cannot be made here: {why}")
     check_size()
-    print(f"Atoll {version('atoll')}; {others(options.others)}; {NUMEL:,} fp32 parameters", flush=True)
+    print(f"Atoll {atoll.__version__}; {others(options.others)}; {NUMEL:,} fp32 parameters", flush=True)
     physical = NUMEL * 32 / (options.rate_mbit * 1e6)
     python, rate, rounds = options.others, options.rate_mbit, options.rounds
     results: dict[str, dict[str, Any]] = {}
@@ -358,17 +371,20 @@ def check_size() -> None:
     from atoll.models import build_model
     from atoll.train.config import ModelConfig
 
-    model = build_model(ModelConfig(**MODEL), vocab_size=len(byte_tokenizer()), sequence_length=16, seed=0)
+    model = build_model(ModelConfig(**MODEL), vocab_size=len(byte_tokenizer()), sequence_length=TOKENS_A_STEP, seed=0)
     numel = sum(param.numel() for param in model.parameters())
     assert numel == NUMEL, f"the model has {numel} parameters"
 
 
 def others(python: str) -> str:
     """Versions of what `python` has."""
-    ask = "from importlib.metadata import version as v; import sys; print(*(f'{n} {v(n)}' for n in sys.argv[1:]), sep=', ')"
-    done = subprocess.run([python, "-c", ask, "torchft", "hivemind", "torch"], capture_output=True, text=True)
+    names = ["torchft", "hivemind", "torch"]
+    ask = "from importlib.metadata import version; import sys; print(*map(version, sys.argv[1:]))"
+    done = subprocess.run([python, "-c", ask, *names], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{python} lacks torchft or hivemind; how to make it: python benchmarks/side_by_side.py --help")
+        raise SystemExit(
+            f"{python} lacks torchft or hivemind; how to make it: python benchmarks/side_by_side.py --help"
+        )
     return done.stdout.strip()
 
 

@@ -149,8 +149,8 @@ class Int4:
         pairs = coded[:, 2:].view(torch.int8).to(torch.float32)
         second = (pairs * (1 / 16)).round_()  # the first is less than half of 16, so this is exact
         pairs.sub_(second, alpha=16)
-        torch.mul(pairs, scale, out=out[:, :half])
-        torch.mul(second[:, : out.shape[1] - half], scale, out=out[:, half:])
+        _multiply(pairs, scale, out[:, :half])
+        _multiply(second[:, : out.shape[1] - half], scale, out[:, half:])
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Fp4:
         powers = [0.0, *(2.0**-k for k in range(6, -1, -1))]
         table = torch.tensor([*powers, *(-power for power in powers)], device=coded.device)
         pairs = coded[:, 2:].to(torch.int32)
-        torch.mul(_look_up(table, pairs & 15), amax, out=out[:, :half])
-        torch.mul(_look_up(table, pairs[:, : out.shape[1] - half] >> 4), amax, out=out[:, half:])
+        _multiply(_look_up(table, pairs & 15), amax, out[:, :half])
+        _multiply(_look_up(table, pairs[:, : out.shape[1] - half] >> 4), amax, out[:, half:])
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,14 @@ class Stat2:
             part = out[:, number * quarter : (number + 1) * quarter]
             codes = (coded[:, 16 : 16 + part.shape[1]] >> (2 * number)) & 3
             part.copy_(means.gather(1, codes.to(torch.int64)))
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Into `out`, which may be a view; compiled kernels take no such `out`, and need none."""
+    if torch.compiler.is_compiling():
+        out.copy_(left * right)
+    else:
+        torch.mul(left, right, out=out)
 
 
 def _amax(rows: Tensor, dtype: torch.dtype) -> Tensor:

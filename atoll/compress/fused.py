@@ -36,8 +36,14 @@ class Fused:
     decode: Callable[[Tensor, Tensor], None]
 
 
+# Eager arithmetic rounds every value to its dtype; a fused kernel would compute on with more.
+_AS_EAGER = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+
+
 @cache
 def fused(code: Code) -> Fused:
     """`code`, compiled at its first use; any number of blocks is served by one kernel."""
-    encode, decode = (torch.compile(way, dynamic=True, fullgraph=True) for way in (code.encode, code.decode))
+    encode, decode = (
+        torch.compile(way, dynamic=True, fullgraph=True, options=_AS_EAGER) for way in (code.encode, code.decode)
+    )
     return Fused(code.row_bytes, encode, decode)
