@@ -279,10 +279,8 @@ def kill_elastic(rate_mbit: float) -> dict[str, Any]:
         waited = time.time() - killed
         final = elastic.rounds(len(after) + 2, timeout_s=120)
     made_tokens = sum(sum(event["weights"].get(seat, 0) for seat in ("0", "1")) for event in final[len(found) :])
-    return {
-        "next_commit_s": round(waited, 2),
-        "tokens_of_survivors_a_round": made_steps / (len(final) - len(found)) / 2,
-    }
+    trained = made_tokens / (len(final) - len(found)) / 2 / TOKENS_A_STEP
+    return {"next_commit_s": round(waited, 2), "steps_discarded": round(max(0.0, INNER_STEPS - trained), 1)}
 
 
 def slow_elastic(rate_mbit: float, rounds: int) -> dict[str, Any]:
@@ -320,6 +318,15 @@ def join(step_s: float, words: list[str]) -> None:
 # --- the tables
 
 
+def measured(rows: dict[str, Callable[[], dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Each row measured, told as it is done."""
+    results = {}
+    for name, measure in rows.items():
+        results[name] = measure()
+        print(f"{name}: {results[name]}", flush=True)
+    return results
+
+
 def table(title: str, rows: dict[str, dict[str, Any]]) -> None:
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     print(f"\n{title}\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}", flush=True)
@@ -344,24 +351,30 @@ def main() -> None:
     python, rate, rounds = options.others, options.rate_mbit, options.rounds
     results: dict[str, dict[str, Any]] = {}
     if "sync" in options.only:
-        results["sync"] = {
-            "Atoll, elastic": sync_elastic(rate, "identity", rounds),
-            "Atoll, elastic, fp16": sync_elastic(rate, "fp16", rounds),
-            "Atoll, OuterSync": sync_in_loop("atoll", sys.executable, rate, "identity", rounds),
-            "Atoll, OuterSync, fp16": sync_in_loop("atoll", sys.executable, rate, "fp16", rounds),
-            "torchft DiLoCo": sync_in_loop("torchft", python, rate, "identity", rounds),
-            "hivemind averager": sync_of_hivemind(python, rate, "identity", rounds),
-            "hivemind averager, fp16": sync_of_hivemind(python, rate, "fp16", rounds),
-        }
+        results["sync"] = measured(
+            {
+                "Atoll, elastic": lambda: sync_elastic(rate, "identity", rounds),
+                "Atoll, elastic, fp16": lambda: sync_elastic(rate, "fp16", rounds),
+                "Atoll, OuterSync": lambda: sync_in_loop("atoll", sys.executable, rate, "identity", rounds),
+                "Atoll, OuterSync, fp16": lambda: sync_in_loop("atoll", sys.executable, rate, "fp16", rounds),
+                "torchft DiLoCo": lambda: sync_in_loop("torchft", python, rate, "identity", rounds),
+                "hivemind averager": lambda: sync_of_hivemind(python, rate, "identity", rounds),
+                "hivemind averager, fp16": lambda: sync_of_hivemind(python, rate, "fp16", rounds),
+            }
+        )
         table(f"Two islands, {rate:g} Mbit/s: fp32 bytes alone take {physical:.2f} s", results["sync"])
     if "kill" in options.only:
-        results["kill"] = {"Atoll, elastic": kill_elastic(rate), "torchft DiLoCo": kill_torchft(python, rate)}
+        results["kill"] = measured(
+            {"Atoll, elastic": lambda: kill_elastic(rate), "torchft DiLoCo": lambda: kill_torchft(python, rate)}
+        )
         table("Three islands, one killed in its inner steps", results["kill"])
     if "slow" in options.only:
-        results["slow"] = {
-            "Atoll, elastic": slow_elastic(rate, rounds),
-            "torchft DiLoCo": slow_torchft(python, rate, rounds),
-        }
+        results["slow"] = measured(
+            {
+                "Atoll, elastic": lambda: slow_elastic(rate, rounds),
+                "torchft DiLoCo": lambda: slow_torchft(python, rate, rounds),
+            }
+        )
         table(f"Three islands, one {SLOWER} times slower", results["slow"])
     print(f"\n{json.dumps(results)}")
 
