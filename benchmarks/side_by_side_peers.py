@@ -111,7 +111,7 @@ def hivemind(options: argparse.Namespace) -> None:
     import hivemind as hm
     from hivemind.averaging.control import AveragingStage
 
-    codes = {"identity": hm.NoCompression(), "fp16": hm.Float16Compression()}
+    codes = {"identity": hm.compression.NoCompression(), "fp16": hm.compression.Float16Compression()}
     dht = hm.DHT(
         host_maddrs=[f"/ip4/{options.address}/tcp/31337"],
         initial_peers=[options.first] if options.island else [],

@@ -37,6 +37,8 @@ _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfl
 class Code(Protocol):
     """How one block is coded. `encode` and `decode` take many blocks at once, one a row."""
 
+    def __hash__(self) -> int: ...
+
     def row_bytes(self, length: int) -> int:
         """Bytes of a block of `length` values."""
         ...

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Fused:
 
 
 # Eager arithmetic rounds every value to its dtype; a fused kernel would compute on with more.
-_AS_EAGER = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+_AS_EAGER: dict[str, Any] = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
 
 
 @cache

@@ -32,6 +32,7 @@ def test_every_code_is_one_graph_with_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
 def test_machine_code_has_the_same_bits() -> None:
     """Of int4, whose head is rounded to bf16 half-way: a kernel that computed on in fp32 would code otherwise."""
     code = Int4()
