@@ -9,7 +9,7 @@ WARM_UP := import atoll.train.engine, atoll.train.elastic, atoll.train.elastic_s
   from transformers import LlamaForCausalLM, GPT2LMHeadModel, OPTForCausalLM, Qwen2ForCausalLM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench bench-dilocox chaos clean
+.PHONY: help setup demo test check format bench bench-dilocox gpu-check chaos clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ bench: setup  ## measure speed and memory against plain torch
 
 bench-dilocox: setup  ## DiLoCoX's throughput table on slowed links (needs root, and a quiet machine)
 	@$(BIN)/python benchmarks/dilocox.py
+
+gpu-check: setup  ## what a machine with a GPU must show: a bf16 step, the codes against the CPU, their GB/s
+	@$(BIN)/python benchmarks/gpu_check.py
 
 chaos: setup  ## thousands of kills, freezes and flipped bits at random (hours): writes benchmarks/results/reliability.json
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults.chaos

@@ -1,6 +1,6 @@
 """The throughput table of DiLoCoX at its own ratio of communication to compute, on links that are really that slow.
 
-    python benchmarks/dilocox.py [--kappa 31 390] [--inner-steps 125]
+    python benchmarks/dilocox.py [--kappa 31 390] [--inner-steps 125] [--stages 2]
 
 κ is the time that an uncompressed all-reduce of the parameters takes on the link, over the time of an inner step. The
 paper's two models have κ 31 (OPT-1.3B) and 390 (107B) at 1 Gbit/s; a small model on a link slowed to the same κ has the
@@ -12,6 +12,10 @@ the inner step is timed on an open link, then the rate of the link follows from 
     no_compression    the sync travels while the next round trains, fp32
     no_overlap        low-rank factors in int4, training waits
     full              low-rank factors in int4 while the next round trains
+
+With --stages an island is a pipeline: its stages are processes of one host and share its link. A step then takes the
+time of its microbatches and of the bubble: (m + p − 1) / m of what m microbatches alone take, on every worker. Data
+parallelism has no pipeline here; its line is the closed form alone.
 
 Tokens a second are of both islands, by this machine's clock, between landings once the first rounds are over; predicted
 are the closed forms. Nothing else should run beside it.
@@ -43,6 +47,8 @@ SEQUENCE, BATCH = 64, 1
 MODEL = {"hidden_size": 192, "num_layers": 2, "num_heads": 4, "intermediate_size": 512}
 RANK = 32
 STEP_S, UPDATE_S = 0.045, 0.006  # of a step; the last of it after the gradients
+MICROBATCHES = 4  # of a pipeline's step, of one sequence each
+PIPELINE_STEP_S = 0.16  # of a pipeline's step without its bubble: two processes share a core here
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,34 @@ class Row:
     skip: int = 1
 
 
+@dataclass(frozen=True)
+class Pace:
+    """What a step is made to take, and what it trains on. stages: of each island."""
+
+    stages: int
+
+    @property
+    def batch(self) -> int:
+        return BATCH if self.stages == 1 else MICROBATCHES
+
+    @property
+    def step_s(self) -> float:
+        """With the bubble: m microbatches pass p stages in m + p − 1 beats."""
+        bubble = (MICROBATCHES + self.stages - 1) / MICROBATCHES
+        return STEP_S if self.stages == 1 else PIPELINE_STEP_S * bubble
+
+    @property
+    def tokens(self) -> int:
+        """Of both islands in a step."""
+        return len(ISLANDS) * SEQUENCE * self.batch
+
+    def flags(self) -> tuple[str, ...]:
+        words = ("--batch-size", str(self.batch))
+        if self.stages == 1:
+            return words
+        return (*words, "--pipeline-stages", str(self.stages), "--microbatches", str(MICROBATCHES))
+
+
 ROWS = (
     Row("allreduce", ("--method", "data-parallel"), rounds=5, skip=2),
     Row("diloco", ("--schedule", "blocking"), rounds=3),
@@ -64,8 +98,8 @@ ROWS = (
 )
 
 
-def work(flags: list[str]) -> None:
-    """In a host: `atoll train`, its steps as long as STEP_S."""
+def work(step_s: float, flags: list[str]) -> None:
+    """In a host: `atoll train`, its steps as long as `step_s`."""
     from atoll.cli.main import main as atoll
     from atoll.train.replica import Replica
 
@@ -78,47 +112,54 @@ def work(flags: list[str]) -> None:
 
         return call
 
-    Replica.compute_gradients = paced(Replica.compute_gradients, STEP_S - UPDATE_S)  # type: ignore[method-assign]
+    Replica.compute_gradients = paced(Replica.compute_gradients, step_s - UPDATE_S)  # type: ignore[method-assign]
     Replica.update = paced(Replica.update, UPDATE_S)  # type: ignore[method-assign]
     sys.exit(atoll(["train", *flags]))
 
 
-def train(hosts: Hosts, folder: Path, row: Row, *, inner_steps: int) -> float:
+def train(hosts: Hosts, folder: Path, row: Row, *, inner_steps: int, pace: Pace) -> float:
     """Tokens a second of both islands, of one run on the hosts as they are now."""
     per_round = 1 if row.name == "allreduce" else inner_steps
     folder.parent.mkdir(parents=True, exist_ok=True)
-    flags = [
-        *("--replicas", str(len(ISLANDS)), "--inner-steps", str(per_round)),
-        *("--max-steps", str(per_round * (row.rounds + row.skip + 1))),
-        *("--output-dir", str(folder), "--sequence-length", str(SEQUENCE), "--batch-size", str(BATCH)),
-        *("--data.max-bytes", "500000", "--eval-sequences", "1", "--logging-steps", "1000000", "--rank", str(RANK)),
-        *("--outer-lr", "0.6", "--outer-momentum", "0.4", "--lr-schedule", "constant", "--threads", "1"),
-        *(word for key, value in MODEL.items() for word in (f"--model.{key.replace('_', '-')}", str(value))),
-        *row.flags,
-    ]
-    processes = [
-        hosts.run(
-            name,
-            [sys.executable, __file__, "--work", *flags],
-            env=_environment(hosts, name, rank),
-            stdout=(folder.parent / f"{row.name}-{name}.out").open("w"),
-            stderr=None,
-        )
-        for rank, name in enumerate(ISLANDS)
-    ]
+    processes = start(hosts, folder, row, per_round=per_round, pace=pace)
     marks = _watch(folder / "metrics.jsonl", processes, needed=row.rounds + row.skip)
     for process in processes:
         process.kill()
         process.wait()
     rounds = marks[row.skip - 1 :]
     seconds = (rounds[-1][0] - rounds[0][0]) / (len(rounds) - 1)
-    return len(ISLANDS) * per_round * SEQUENCE * BATCH / seconds
+    return per_round * pace.tokens / seconds
 
 
-def _environment(hosts: Hosts, name: str, rank: int) -> dict[str, str]:
+def start(hosts: Hosts, folder: Path, row: Row, *, per_round: int, pace: Pace, work: str = __file__) -> list[Any]:
+    """Start all processes of a run. work: the program that each is, with the duration of a step and its flags."""
+    flags = [
+        *("--replicas", str(len(ISLANDS)), "--inner-steps", str(per_round)),
+        *("--max-steps", str(per_round * (row.rounds + row.skip + 1))),
+        *("--output-dir", str(folder), "--sequence-length", str(SEQUENCE), *pace.flags()),
+        *("--data.max-bytes", "500000", "--eval-sequences", "1", "--logging-steps", "1000000", "--rank", str(RANK)),
+        *("--outer-lr", "0.6", "--outer-momentum", "0.4", "--lr-schedule", "constant", "--threads", "1"),
+        *(word for key, value in MODEL.items() for word in (f"--model.{key.replace('_', '-')}", str(value))),
+        *row.flags,
+    ]
+    return [
+        hosts.run(
+            name,
+            [sys.executable, work, "--work", str(pace.step_s), *flags],
+            env=_environment(hosts, name, island * pace.stages + stage, stages=pace.stages),
+            stdout=(folder.parent / f"{row.name}-{name}{stage}.out").open("w"),
+            stderr=None,
+        )
+        for island, name in enumerate(ISLANDS)
+        for stage in range(pace.stages)
+    ]
+
+
+def _environment(hosts: Hosts, name: str, rank: int, *, stages: int) -> dict[str, str]:
     return {
         **os.environ,
-        **{"RANK": str(rank), "WORLD_SIZE": str(len(ISLANDS)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"RANK": str(rank), "WORLD_SIZE": str(len(ISLANDS) * stages)},
+        **{"LOCAL_RANK": str(rank % stages), "LOCAL_WORLD_SIZE": str(stages)},
         **{"MASTER_ADDR": hosts.address(ISLANDS[0]), "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "benchmark"},
         **{"GLOO_SOCKET_IFNAME": hosts.interface(name), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
     }
@@ -144,10 +185,10 @@ def _watch(metrics: Path, processes: list, *, needed: int) -> list[tuple[float, 
     return marks
 
 
-def predicted(step_s: float, kappa: float, *, inner_steps: int, compression: float) -> dict[str, float]:
+def predicted(pace: Pace, kappa: float, *, inner_steps: int, compression: float) -> dict[str, float]:
     """Tokens a second by the closed forms: a round takes max(H·t, S) overlapped and H·t + S otherwise."""
-    exchange_s = kappa * step_s
-    work_s, tokens = inner_steps * step_s, len(ISLANDS) * SEQUENCE * BATCH
+    step_s, tokens = pace.step_s, pace.tokens
+    exchange_s, work_s = kappa * step_s, inner_steps * step_s
     rounds = {
         "diloco": work_s + exchange_s,
         "no_compression": max(work_s, exchange_s),
@@ -175,10 +216,11 @@ def _shapes() -> list[tuple[int, ...]]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        work(sys.argv[2:])
+        work(float(sys.argv[2]), sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kappa", type=float, nargs="+", default=[31, 390])
     parser.add_argument("--inner-steps", type=int, default=125)
+    parser.add_argument("--stages", type=int, default=1, help="of each island: a pipeline of so many processes")
     parser.add_argument(
         "--rows", nargs="+", default=[row.name for row in ROWS], help="allreduce first; speed-up is of the last"
     )
@@ -199,16 +241,23 @@ def main() -> None:
 
 
 def _table(hosts: Hosts, folder: Path, kappa: float, numel: int, saving: float, options: argparse.Namespace) -> dict:
-    inner_steps = options.inner_steps
-    payload_mbit = ring_factor(len(ISLANDS)) * numel * 32 / (kappa * STEP_S) / 1e6
+    inner_steps, pace = options.inner_steps, Pace(options.stages)
+    payload_mbit = ring_factor(len(ISLANDS)) * numel * 32 / (kappa * pace.step_s) / 1e6
     for name in ISLANDS:
         hosts.set_rate(name, payload_mbit / PAYLOAD_SHARE)
-    print(f"\nκ = {kappa:g}: {payload_mbit:.2f} Mbit/s of payload, H = {inner_steps}", flush=True)
+    print(
+        f"\nκ = {kappa:g}: {payload_mbit:.2f} Mbit/s of payload, H = {inner_steps}, {pace.step_s:g} s a step",
+        flush=True,
+    )
     print(f"{'':16}{'measured tok/s':>16}{'predicted':>12}{'ratio':>8}{'speed-up':>10}", flush=True)
-    foretold = predicted(STEP_S, kappa, inner_steps=inner_steps, compression=saving)
+    foretold = predicted(pace, kappa, inner_steps=inner_steps, compression=saving)
     rows: dict[str, dict[str, float]] = {}
     for row in (row for row in ROWS if row.name in options.rows):
-        measured = train(hosts, folder / row.name, row, inner_steps=inner_steps)
+        if row.name == "allreduce" and pace.stages > 1:
+            rows[row.name] = {"measured_tok_s": foretold[row.name], "predicted_tok_s": foretold[row.name]}
+            print(f"{row.name:16}{'–':>16}{foretold[row.name]:12,.1f}", flush=True)
+            continue
+        measured = train(hosts, folder / row.name, row, inner_steps=inner_steps, pace=pace)
         rows[row.name] = {"measured_tok_s": round(measured, 3), "predicted_tok_s": round(foretold[row.name], 3)}
         ratio, speed_up = measured / foretold[row.name], measured / rows["allreduce"]["measured_tok_s"]
         print(f"{row.name:16}{measured:16,.1f}{foretold[row.name]:12,.1f}{ratio:8.3f}{speed_up:9.1f}x", flush=True)

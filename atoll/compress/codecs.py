@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from atoll.compress.fused import fused, is_fused
+
 CHUNK_ELEMENTS = 1 << 16  # rows are coded this many elements at a time: values and codes stay in the L2 cache
 _TINY = 1e-36  # blocks below this are all zero in code: the reciprocal of their scale would not be finite
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16)}
@@ -34,6 +36,8 @@ _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfl
 
 class Code(Protocol):
     """How one block is coded. `encode` and `decode` take many blocks at once, one a row."""
+
+    def __hash__(self) -> int: ...
 
     def row_bytes(self, length: int) -> int:
         """Bytes of a block of `length` values."""
@@ -69,27 +73,32 @@ class Blocks:
         num_blocks = -(-flat.numel() // self.block)
         payload = torch.empty(num_blocks * self.block_bytes, dtype=torch.uint8, device=flat.device)
         coded = payload.view(num_blocks, self.block_bytes)
-        for blocks in self._chunks(flat.numel()):
-            self.code.encode(self._rows(flat, blocks), coded[blocks])
+        code = self._code_on(flat.device)
+        for blocks in self._chunks(flat.numel(), flat.device):
+            code.encode(self._rows(flat, blocks), coded[blocks])
         return payload
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
         flat = torch.empty(numel, dtype=torch.float32, device=payload.device)
         coded = payload.view(-1, self.block_bytes)
-        for blocks in self._chunks(numel):
+        code = self._code_on(flat.device)
+        for blocks in self._chunks(numel, flat.device):
             rows = self._rows(flat, blocks)
             if rows.shape[1] == self.block:
-                self.code.decode(coded[blocks], rows)
+                code.decode(coded[blocks], rows)
             else:
                 whole = rows.new_empty(1, self.block)
-                self.code.decode(coded[blocks], whole)
+                code.decode(coded[blocks], whole)
                 rows.copy_(whole[:, : rows.shape[1]])
         return flat
 
-    def _chunks(self, numel: int) -> Iterator[slice]:
-        """Full blocks some at a time, then the last one if it is not full."""
+    def _code_on(self, device: torch.device) -> Code:
+        return fused(self.code) if is_fused(device) else self.code
+
+    def _chunks(self, numel: int, device: torch.device) -> Iterator[slice]:
+        """Full blocks some at a time, where kernels are fused all of them, then the last one if it is not full."""
         full, rest = divmod(numel, self.block)
-        step = max(1, CHUNK_ELEMENTS // self.block)
+        step = max(1, full if is_fused(device) else CHUNK_ELEMENTS // self.block)
         for first in range(0, full, step):
             yield slice(first, min(first + step, full))
         if rest:
@@ -142,8 +151,8 @@ class Int4:
         pairs = coded[:, 2:].view(torch.int8).to(torch.float32)
         second = (pairs * (1 / 16)).round_()  # the first is less than half of 16, so this is exact
         pairs.sub_(second, alpha=16)
-        torch.mul(pairs, scale, out=out[:, :half])
-        torch.mul(second[:, : out.shape[1] - half], scale, out=out[:, half:])
+        _multiply(pairs, scale, out[:, :half])
+        _multiply(second[:, : out.shape[1] - half], scale, out[:, half:])
 
 
 @dataclass(frozen=True)
@@ -178,8 +187,8 @@ class Fp4:
         powers = [0.0, *(2.0**-k for k in range(6, -1, -1))]
         table = torch.tensor([*powers, *(-power for power in powers)], device=coded.device)
         pairs = coded[:, 2:].to(torch.int32)
-        torch.mul(_look_up(table, pairs & 15), amax, out=out[:, :half])
-        torch.mul(_look_up(table, pairs[:, : out.shape[1] - half] >> 4), amax, out=out[:, half:])
+        _multiply(_look_up(table, pairs & 15), amax, out[:, :half])
+        _multiply(_look_up(table, pairs[:, : out.shape[1] - half] >> 4), amax, out[:, half:])
 
 
 @dataclass(frozen=True)
@@ -223,6 +232,14 @@ class Stat2:
             part = out[:, number * quarter : (number + 1) * quarter]
             codes = (coded[:, 16 : 16 + part.shape[1]] >> (2 * number)) & 3
             part.copy_(means.gather(1, codes.to(torch.int64)))
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Into `out`, which may be a view; compiled kernels take no such `out`, and need none."""
+    if torch.compiler.is_compiling():
+        out.copy_(left * right)
+    else:
+        torch.mul(left, right, out=out)
 
 
 def _amax(rows: Tensor, dtype: torch.dtype) -> Tensor:
