@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -34,22 +35,37 @@ GRACE_S = 10.0  # for the coordinator to end after the last island did
 HOST = "127.0.0.1"
 
 
-def run_elastic(config: TrainConfig) -> None:
-    """Run coordinator and islands until all islands are done. Raises `WorkersFailed` where none came to the end."""
+@dataclass(frozen=True)
+class Reach:
+    """Where the coordinator listens, as for `serve_run`, and what to do with the token for other machines."""
+
+    host: str = HOST
+    allow_public: bool = False
+    started: Callable[[str], None] = lambda token: None
+
+
+def run_elastic(config: TrainConfig, *, islands: int = 0, reach: Reach | None = None) -> None:
+    """Run coordinator and islands until all islands are done. Raises `WorkersFailed` where none came to the end.
+
+    islands: on this machine; 0 for `config.replicas`. Others come from elsewhere where `reach` lets them.
+    """
+    islands = islands or config.replicas
     run_dir = Path(config.output_dir)
     refuse_taken(config)
     prepare_run_dir(run_dir, warn=print_line)
     _go_back(config, run_dir)
     start_fork_server()
-    coordinator = _Coordinator(config)
+    coordinator = _Coordinator(config, reach or Reach())
     workers: list[tuple[ForkServerProcess, Connection]] = []
     with _passing_signals_on(workers) as signals:
         try:
             with waiting("the coordinator and the islands to load torch"):
                 token = coordinator.start()
-                for seat in range(config.replicas):
-                    workers.append(_start(_work, config, token, seat))
+                for seat in range(islands):
+                    workers.append(_start(_work, config, token, seat, islands))
                     signals.deliver()
+            if reach is not None:
+                reach.started(token)
             outcomes = _watch(workers, coordinator)
         finally:
             coordinator.stop()
@@ -87,8 +103,9 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[ForkServerProc
 class _Coordinator:
     """The coordinator's process, started again when it dies."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, reach: Reach) -> None:
         self._config = config
+        self._reach = reach
         self._pipe: Connection | None = None
         self.process: ForkServerProcess | None = None
 
@@ -96,7 +113,7 @@ class _Coordinator:
         """Start it and wait until it serves; returns a token for the islands."""
         if self._pipe is not None:
             self._pipe.close()
-        self.process, pipe = _start(_coordinate, self._config)
+        self.process, pipe = _start(_coordinate, self._config, self._reach.host, self._reach.allow_public)
         self._pipe = pipe
         if not pipe.poll(COORDINATOR_S):
             raise TransportError(f"the coordinator did not start within {COORDINATOR_S:.0f} s. See what it printed.")
@@ -174,7 +191,7 @@ def _tell(seat: int, failure: _Failure | None, *, num_left: int) -> None:
 # --- in the processes
 
 
-def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
+def _coordinate(settings: dict[str, Any], host: str, allow_public: bool, pipe: Connection) -> None:
     """The coordinator's process."""
     os.setpgid(0, 0)
     _end_with_launcher()
@@ -183,7 +200,8 @@ def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
 
         serve_run(
             build_config(settings),
-            host=HOST,
+            host=host,
+            allow_public=allow_public,
             port=settings["port"],
             started=lambda token: pipe.send(("token", token)),
         )
@@ -191,12 +209,12 @@ def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
         pipe.send(("failed", str(error)))
 
 
-def _work(settings: dict[str, Any], token: str, seat: int, pipe: Connection) -> None:
+def _work(settings: dict[str, Any], token: str, seat: int, islands: int, pipe: Connection) -> None:
     """An island's process."""
     os.setpgid(0, 0)
     _end_with_launcher()
     config = build_config(settings)
-    failure = _run_island(config, token, seat)
+    failure = _run_island(config, token, seat, islands)
     if failure is not None:
         pipe.send((failure.exit_code, failure.message, failure.transport))
         pipe.close()
@@ -204,12 +222,12 @@ def _work(settings: dict[str, Any], token: str, seat: int, pipe: Connection) -> 
     os._exit(failure.exit_code if failure is not None else 0)  # a wait inside gloo may never let an orderly exit finish
 
 
-def _run_island(config: TrainConfig, token: str, seat: int) -> _Failure | None:
+def _run_island(config: TrainConfig, token: str, seat: int, islands: int) -> _Failure | None:
     try:
         from atoll.elastic.tokens import parse_token
         from atoll.train.elastic import run_island
 
-        run_island(config, parse_token(token), seat=seat, founder=True, num_processes=config.replicas)
+        run_island(config, parse_token(token), seat=seat, founder=True, num_processes=islands)
     except AtollError as error:
         return _Failure(error.exit_code, str(error), isinstance(error, TransportError))
     except KeyboardInterrupt:
