@@ -9,7 +9,7 @@ WARM_UP := import atoll.train.engine, atoll.train.elastic, atoll.train.elastic_s
   from transformers import LlamaForCausalLM, GPT2LMHeadModel, OPTForCausalLM, Qwen2ForCausalLM
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench bench-dilocox gpu-check chaos clean
+.PHONY: help setup demo test check format docs newcomer bench bench-dilocox gpu-check chaos clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -54,6 +54,13 @@ gpu-check: setup  ## what a machine with a GPU must show: a bf16 step, the codes
 
 chaos: setup  ## thousands of kills, freezes and flipped bits at random (hours): writes benchmarks/results/reliability.json
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults.chaos
+
+docs: setup  ## build the documentation into runs/site; a broken link is an error
+	@$(PIP_INSTALL) -e ".[docs]"
+	@$(BIN)/mkdocs build --strict --quiet
+
+newcomer: setup  ## time the way of somebody new: the first model, then a second island
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/newcomer.sh
 
 clean:  ## remove what the other targets made
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache

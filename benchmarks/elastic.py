@@ -138,7 +138,7 @@ def _paced_work(settings: dict[str, Any], token: str, seat: int, step_s: float, 
     """An island's process."""
     if step_s:
         pace(step_s)
-    _work(settings, token, seat, pipe)
+    _work(settings, token, seat, settings["replicas"], pipe)
 
 
 def _config(folder: str, replicas: int, inner_steps: int, **more: Any) -> TrainConfig:

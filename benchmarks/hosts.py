@@ -80,6 +80,7 @@ class Hosts:
         self._base = f"{prefix}-{os.getpid()}-{_started(os.getpid())}-{next(_serial)}"
         self._switch = f"{self._base}.switch"
         self._inside = {name: f"{self._base}-{name}" for name in names}  # where a host's processes run
+        self._behind: dict[str, str] = {}  # addresses of hosts behind a router
         self._namespaces: list[str] = []
         self._processes: list[subprocess.Popen[Any]] = []
         self._pipes = contextlib.ExitStack()
@@ -129,7 +130,7 @@ class Hosts:
 
     def address(self, host: str) -> str:
         """The IPv4 address that processes on `host` bind to. Behind `nat` no other host reaches it."""
-        return "192.168.0.2" if self._inside[host].endswith(".lan") else self._address(host)
+        return self._behind.get(host, "") or self._address(host)
 
     def interface(self, host: str) -> str:
         """The interface of `address`, as for GLOO_SOCKET_IFNAME."""
@@ -153,7 +154,7 @@ class Hosts:
         """Undo `cut`."""
         _ip(self._switch, f"link set port-{host} master br0")
 
-    def nat(self, host: str) -> None:
+    def nat(self, host: str, *, lan: str = "192.168.0") -> None:
         """Put `host` behind a router that masquerades it: it reaches the others, they do not reach it.
 
         Call it before anything runs on `host`. Raises RuntimeError where neither nft nor iptables is installed.
@@ -162,15 +163,15 @@ class Hosts:
         router, inside = self._ends(host)[0][0], f"{self._base}-{host}.lan"
         self._add_namespace(inside)
         _ip(router, f"link add lan0 type veth peer name {INTERFACE} netns {inside}")
-        _ip(router, "addr add 192.168.0.1/24 dev lan0")
+        _ip(router, f"addr add {lan}.1/24 dev lan0")
         _ip(router, "link set lan0 up")
-        _ip(inside, f"addr add 192.168.0.2/24 dev {INTERFACE}")
+        _ip(inside, f"addr add {lan}.2/24 dev {INTERFACE}")
         _ip(inside, f"link set {INTERFACE} up")
-        _ip(inside, "route add default via 192.168.0.1")
+        _ip(inside, f"route add default via {lan}.1")
         _call("ip", "netns", "exec", router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
         for words in rule:
             _call("ip", "netns", "exec", router, *words.split())
-        self._inside[host] = inside
+        self._inside[host], self._behind[host] = inside, f"{lan}.2"
 
     def bytes_sent(self, host: str) -> int:
         """Bytes that left the host's interface since it was made, as its own counter has them."""

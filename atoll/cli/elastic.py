@@ -63,6 +63,27 @@ def coordinator(args: tuple[str, ...], host: str, allow_public_network: bool) ->
     return code
 
 
+@click.command(
+    context_settings={"ignore_unknown_options": True, **HELP}, short_help="Train here, and let other machines join."
+)
+@click.option("--host", "address", default="auto", show_default=True, help="Address that other machines reach.")
+@click.option("--allow-public-network", is_flag=True, help="Listen where the whole internet can reach it. A risk.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def host(args: tuple[str, ...], address: str, allow_public_network: bool) -> None:
+    """Start a run on this machine, and print the line that brings others into it. It waits for nobody.
+
+    ARGS are a recipe or a file of settings, and flags, as for `atoll train`; --min-replicas 2 waits for another one.
+    Ctrl-C saves and leaves; --resume auto goes on, and the tokens that were handed out stay good.
+
+    \b
+    atoll host quickstart --output-dir runs/shared
+    atoll host run.toml --host 10.0.0.5 --port 29400
+    """
+    from atoll.cli.host import host as serve_and_train
+
+    serve_and_train(args, address=address, allow_public=allow_public_network)
+
+
 @click.command(context_settings=HELP, short_help="Bring this machine into a run.")
 @click.argument("token", required=False)
 @click.option("--output-dir", default="", help="Where this island keeps things. [default: runs/joined-RUN]")
@@ -103,8 +124,11 @@ def join(
     """
     from atoll.elastic.tokens import parse_token
 
-    line = _token_line(token)
+    line = token_line(token)
     parse_token(line)
+    from atoll.cli.joining import check_before_joining
+
+    check_before_joining(line, output_dir=output_dir, device=device)
     from atoll.train.elastic import join as train_in
 
     given = {
@@ -187,13 +211,13 @@ def stop(run: str) -> None:
     click.echo("told to stop; the islands save and leave.")
 
 
-COMMANDS = (coordinator, join, status, token, stop)
+COMMANDS = (host, coordinator, join, status, token, stop)
 
 
 # --- tokens ---
 
 
-def _token_line(given: str | None) -> str:
+def token_line(given: str | None) -> str:
     """The token that was given, in whatever way. One on the command line is taken off it: others can read it there."""
     from atoll.elastic.tokens import ENVIRONMENT, command_without_token, parse_token, read_token
 
@@ -211,7 +235,7 @@ def _token_of(run: str) -> Token:
 
     inherited = run == "runs/default" and ENVIRONMENT in os.environ
     if inherited or run == "-" or run.startswith((PREFIX, "@")):
-        return parse_token(_token_line(None if inherited else run))
+        return parse_token(token_line(None if inherited else run))
     return _operator(run)
 
 

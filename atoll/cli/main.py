@@ -44,6 +44,7 @@ def cli() -> None:
     atoll export runs/x model                   a plain Hugging Face folder
     atoll plan quickstart --step-time 20ms      what a run takes on your link
     atoll simulate quickstart --step-time 20ms  watch it, with faults and stragglers
+    atoll host quickstart                       train here, and let other machines join
     atoll coordinator quickstart                serve a run that other machines join
     atoll join TOKEN                            train in such a run
     atoll status runs/x                         how it is doing
@@ -166,11 +167,19 @@ def plan(**values: Any) -> None:
 
 @cli.command(short_help="Is this machine ready to train?")
 @click.option("--output-dir", default="runs", show_default=True, help="Where runs will be written.")
-def doctor(output_dir: str) -> int:
+@click.option("--from-join", metavar="TOKEN", help="Look at what joining this run needs instead; joins nothing.")
+def doctor(output_dir: str, from_join: str | None) -> int:
     """Look at what training needs: versions, devices, the network on this machine, disk, data.
 
     One line each: ok, warn or fail, with the next command to give. The exit code is 2 if anything failed.
     """
+    if from_join is not None:
+        from atoll.cli.elastic import token_line
+        from atoll.cli.joining import check_before_joining
+
+        check_before_joining(token_line(from_join), output_dir="" if output_dir == "runs" else output_dir)
+        print("Ready. Next: atoll join, with the same token")
+        return 0
     from atoll.cli.doctor import doctor as examine
 
     return examine(Path(output_dir))

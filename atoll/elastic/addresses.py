@@ -52,6 +52,25 @@ def reach(address: str) -> str:
     return "private" if private else "public"
 
 
+def plain(address: str) -> str:
+    """An address in its one shortest form; an IPv4 address mapped into IPv6 as what it is.
+
+    >>> plain("::ffff:10.0.0.5"), plain("fe80::1%eth0")
+    ('10.0.0.5', 'fe80::1')
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return str(ip.ipv4_mapped or ip) if isinstance(ip, ipaddress.IPv6Address) else str(ip)
+
+
+def dials(address: str, other: str) -> bool:
+    """Whether gloo opens the connection of this pair from `address`: the greater one does.
+
+    >>> dials("192.168.0.2", "10.77.0.1"), dials("10.1.0.2", "10.77.0.1")
+    (True, False)
+    """
+    return ipaddress.ip_address(plain(address)).packed > ipaddress.ip_address(plain(other)).packed
+
+
 def local_address_towards(host: str, port: int = 9) -> str:
     """The address of this machine that a connection to `host` would come from. Raises TransportError."""
     family, address = resolve(host, port)

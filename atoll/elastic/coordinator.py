@@ -30,7 +30,7 @@ import secrets
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ import aiohttp
 from aiohttp import web
 from filelock import FileLock, Timeout
 
-from atoll.elastic.addresses import Place, choose_place, interfaces, join_host_port, reach
+from atoll.elastic.addresses import Place, choose_place, dials, interfaces, join_host_port, plain, reach
 from atoll.elastic.certs import load_or_make_identity, write_private
 from atoll.elastic.driver import CLOSE_S, RATE, STOPPED, Bucket, Came, Connection, Driver, Said, Service, Stop, Went
 from atoll.elastic.log import LOG, Log
@@ -46,7 +46,7 @@ from atoll.elastic.membership import Membership, Rules
 from atoll.elastic.messages import Hello, Refused
 from atoll.elastic.page import OwnPage, add_page, bearer_of
 from atoll.elastic.prometheus import EXPOSITION, exposition
-from atoll.elastic.serving import MEMBER, MEMBER_KEY, VERSION, WHY, SecureServer
+from atoll.elastic.serving import MEMBER, MEMBER_KEY, PROBE_BYTES, VERSION, WHY, SecureServer
 from atoll.elastic.tokens import JOIN, LIFETIME_S, OPERATOR, ROLES, WATCH, TokenInfo, TokenRefused, TokenStore
 from atoll.elastic.wire import FROM_MEMBER, MAX_BYTES, WireError, decode, encode, load_json, printable
 from atoll.errors import AtollError, ConfigError
@@ -135,6 +135,7 @@ class Coordinator:
         self._service = service
         self._folder = service.folder / FOLDER
         self._open = AsyncExitStack()
+        self._places: dict[Connection, str] = {}  # where connected members say that they can be reached
         self._started_at = 0.0
 
     async def start(self) -> Address:
@@ -261,6 +262,8 @@ class Coordinator:
         app.router.add_post("/v1/stop", self._post_stop)
         app.router.add_get("/metrics", self._get_metrics)
         add_page(app, self._page)
+        app.router.add_get("/v1/link", self._get_bulk)
+        app.router.add_post("/v1/link", self._post_bulk)
         return app
 
     def _authorise(self, request: web.Request, *roles: str) -> TokenInfo:
@@ -346,6 +349,21 @@ class Coordinator:
         await self._driver.inbox.put(Stop("the operator stopped the run"))
         return web.json_response({})
 
+    # --- the link, measured by who is about to join ---
+
+    async def _get_bulk(self, request: web.Request) -> web.Response:
+        self._authorise(request, JOIN, OPERATOR)
+        return web.Response(body=bytes(PROBE_BYTES))
+
+    async def _post_bulk(self, request: web.Request) -> web.Response:
+        self._authorise(request, JOIN, OPERATOR)
+        count = 0
+        async for chunk in request.content.iter_any():
+            count += len(chunk)
+            if count > PROBE_BYTES:
+                raise ConfigError(f"more than the {PROBE_BYTES} bytes that measure a link. Use atoll join.")
+        return web.json_response({"received": count})
+
     # --- members ---
 
     def _check_version(self, request: web.Request) -> None:
@@ -393,7 +411,8 @@ class Coordinator:
         hello = decode(frame.data, {"Hello": Hello})
         wrong = self._what_is_wrong(hello, connection)
         if not wrong:
-            return hello
+            self._places[connection] = hello.address
+            return replace(hello, dialable=not _is_translated(hello.address, connection.peer))
         self._service.say(f"refused: {printable(hello.name)} at {connection.peer}: {wrong}")
         connection.put(encode(Refused(wrong, 3)))
         return None
@@ -410,7 +429,25 @@ class Coordinator:
             return f"other machines cannot reach {hello.address}: join with an address that they can reach."
         if theirs == "public" and not self._service.allow_public:
             return f"{hello.address} is a public address, and averaging is not encrypted: use a private network or VPN."
-        return "" if 0 <= hello.port < 65536 else f"port={hello.port} is no port."
+        if not 0 <= hello.port < 65536:
+            return f"port={hello.port} is no port."
+        return self._why_apart(hello.address, connection)
+
+    def _why_apart(self, address: str, connection: Connection) -> str:
+        """Why no averaging could bring this island and a connected one together; "" where it can.
+
+        gloo opens one connection a pair, from the island whose address is the greater number.
+        """
+        for other, there in self._places.items():
+            if other.member == connection.member or plain(other.peer) == plain(connection.peer):
+                continue
+            dialled, peer = (there, other.peer) if dials(address, there) else (address, connection.peer)
+            if _is_translated(dialled, peer):
+                return (
+                    f"averaging needs a connection to {dialled}, which a router (NAT) hides behind {peer}.\n"
+                    "Put the machines into one private network, as WireGuard makes (docs/between_machines.md)."
+                )
+        return ""
 
     async def _listen_to(self, connection: Connection, hello: Hello) -> None:
         inbox = self._driver.inbox
@@ -424,6 +461,7 @@ class Coordinator:
                     raise WireError(f"more than {RATE:.0f} messages a second.")
                 await inbox.put(Said(connection, decode(frame.data, _AFTER_HELLO)))
         finally:
+            self._places.pop(connection, None)
             await inbox.put(Went(connection))
 
     def _report_malformed(self, connection: Connection, error: WireError) -> None:
@@ -436,6 +474,11 @@ _AFTER_HELLO = {name: kind for name, kind in FROM_MEMBER.items() if kind is not 
 
 
 # --- inside ---
+
+
+def _is_translated(address: str, peer: str) -> bool:
+    """Whether a router shows another address of an island than its own: others cannot dial the one it has."""
+    return reach(peer) != "loopback" and plain(peer) != plain(address)
 
 
 def _connection(request: web.Request, socket: web.WebSocketResponse) -> Connection:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -37,7 +38,7 @@ from atoll.elastic.addresses import host_and_port
 from atoll.elastic.certs import WRONG_KEY
 from atoll.elastic.client import pinned_session
 from atoll.elastic.messages import Beat, Finish, FromCoordinator, FromMember, Hello, Refused, Serve, Welcome
-from atoll.elastic.serving import MEMBER, MEMBER_KEY, VERSION, WHY, url
+from atoll.elastic.serving import MEMBER, MEMBER_KEY, PROBE_BYTES, VERSION, WHY, url
 from atoll.elastic.tokens import Token, TokenRefused, new_member_key
 from atoll.elastic.wire import FROM_COORDINATOR, MAX_BYTES, WireError, decode, encode, load_json, printable
 from atoll.errors import AtollError, ConfigError, TransportError
@@ -50,6 +51,7 @@ CONNECT_S = 4.0  # for TCP and TLS, an address
 SILENCE_S = 8.0  # after which the coordinator is asked for a sign of life, which it has half of that to give
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_ANSWER_DEPTH = 32
+MEASURE_S = 60.0  # for a megabyte each way: below 0.3 Mbit/s there is nothing to be had
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,45 @@ def operate(token: Token, method: str, path: str, *, body: dict[str, Any] | None
     answer = asyncio.run(_ask(token, method, path, body))[1]
     assert answer is not None, "nothing was known"
     return answer
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """latency_s: of a question and its answer. up, down: bytes a second to and from the coordinator."""
+
+    latency_s: float
+    up: float
+    down: float
+
+
+def measure_link(token: Token) -> LinkRate:
+    """Measure the way to the coordinator with a megabyte each way. Raises as `fetch_settings`."""
+    return asyncio.run(_measure(token))
+
+
+async def _measure(token: Token) -> LinkRate:
+    errors = []
+    async with _session(token, headers={VERSION: atoll.__version__}) as session:
+        for place in map(host_and_port, token.addresses):
+            try:
+                async with asyncio.timeout(MEASURE_S):
+                    await _exchange(session, place, b"")  # connects, and is not counted
+                    latency_s = await _exchange(session, place, b"")
+                    up_s = await _exchange(session, place, bytes(PROBE_BYTES))
+                    down_s = await _exchange(session, place, None)
+                return LinkRate(latency_s, *(PROBE_BYTES / max(s - latency_s, 1e-6) for s in (up_s, down_s)))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                errors.append(_explain(error, place))
+    raise _foremost(errors)
+
+
+async def _exchange(session: aiohttp.ClientSession, place: tuple[str, int], body: bytes | None) -> float:
+    """Seconds to send `body` and hear that it arrived; of None, to fetch as much as measures a link."""
+    began, method = time.perf_counter(), "GET" if body is None else "POST"
+    async with session.request(method, url(*place, "/v1/link"), data=body, allow_redirects=False) as response:
+        response.raise_for_status()
+        await response.read()
+    return time.perf_counter() - began
 
 
 async def ask(token: Token, path: str, *, known: str = "") -> tuple[str, dict[str, Any] | None]:

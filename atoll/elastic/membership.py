@@ -1114,6 +1114,7 @@ class Membership:
     def _begin(self, ready: list[_Member]) -> None:
         ids = {member.id for member in ready}
         there = self._without_cut([m for m in self._live() if self._is_current(m) and self._is_fresh(m)])
+        there.sort(key=lambda member: not member.hello.dialable)  # the first holds the store that all others dial
         contributions = {m.id: m.ready for m in there if m.id in ids and m.ready}
         if not contributions:
             self._round.retry_at = self._now + RETRY_S
@@ -1282,7 +1283,7 @@ class Membership:
 
     def _name_donor(self, member: _Member) -> None:
         """Only who holds the committed state now can be a donor; the one with the fewest transfers is."""
-        donors = [other for other in self._live() if self._is_current(other) and self._is_fresh(other)]
+        donors = [m for m in self._live() if self._is_current(m) and self._is_fresh(m) and m.hello.dialable]
         untried = [donor for donor in donors if donor.id not in member.tried]
         if not untried:
             member.tried.clear()

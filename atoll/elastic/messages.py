@@ -27,7 +27,7 @@ class Hello:
     in_flight: ranges of the contribution to round `in_flight_round` that it gave to an averaging whose outcome it was
     not told (0: none). attempt: the highest number of an attempt, and position: of a sample, that it has heard of, for
     a coordinator that lost its log. books: what the last settled `Welcome` said. fingerprint: of the key of its donor
-    service.
+    service. dialable: others can open connections to it; the coordinator sets it, whatever the member says.
     """
 
     member: str
@@ -49,6 +49,7 @@ class Hello:
     position: int = 0
     books: str = ""
     fingerprint: str = ""
+    dialable: bool = True
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from atoll.errors import ConfigError
 MEMBER, MEMBER_KEY, VERSION, WHY = "Atoll-Member Atoll-Key Atoll-Version Atoll-Why".split()
 
 STRANGER_S = 5.0
+PROBE_BYTES = 1 << 20  # that measure a link, each way
 MAX_STRANGERS = 512
 BACKLOG = 1024
 

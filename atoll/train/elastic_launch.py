@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -36,22 +37,37 @@ GRACE_S = 10.0  # for the coordinator to end after the last island did
 HOST = "127.0.0.1"
 
 
-def run_elastic(config: TrainConfig) -> None:
-    """Run coordinator and islands until all islands are done. Raises `WorkersFailed` where none came to the end."""
+@dataclass(frozen=True)
+class Reach:
+    """Where the coordinator listens, as for `serve_run`, and what to do with the token for other machines."""
+
+    host: str = HOST
+    allow_public: bool = False
+    started: Callable[[str], None] = lambda token: None
+
+
+def run_elastic(config: TrainConfig, *, islands: int = 0, reach: Reach | None = None) -> None:
+    """Run coordinator and islands until all islands are done. Raises `WorkersFailed` where none came to the end.
+
+    islands: on this machine; 0 for `config.replicas`. Others come from elsewhere where `reach` lets them.
+    """
+    islands = islands or config.replicas
     run_dir = Path(config.output_dir)
     refuse_taken(config)
     prepare_run_dir(run_dir, warn=print_line)
     _go_back(config, run_dir)
     start_fork_server()
-    coordinator = _Coordinator(config)
+    coordinator = _Coordinator(config, reach or Reach())
     workers: list[tuple[ForkServerProcess, Connection]] = []
     with _passing_signals_on(workers) as signals:
         try:
             with waiting("the coordinator and the islands to load torch"):
                 token = coordinator.start()
-                for seat in range(config.replicas):
-                    workers.append(_start(_work, config, token, seat))
+                for seat in range(islands):
+                    workers.append(_start(_work, config, token, seat, islands))
                     signals.deliver()
+            if reach is not None:
+                reach.started(token)
             outcomes = _watch(workers, coordinator)
         finally:
             coordinator.stop()
@@ -89,8 +105,9 @@ def _start(target: Callable[..., None], *arguments: Any) -> tuple[ForkServerProc
 class _Coordinator:
     """The coordinator's process, started again when it dies."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, reach: Reach) -> None:
         self._config = config
+        self._reach = reach
         self._pipe: Connection | None = None
         self.process: ForkServerProcess | None = None
 
@@ -98,7 +115,7 @@ class _Coordinator:
         """Start it and wait until it serves; returns a token for the islands."""
         if self._pipe is not None:
             self._pipe.close()
-        self.process, pipe = _start(_coordinate, self._config)
+        self.process, pipe = _start(_coordinate, self._config, self._reach.host, self._reach.allow_public)
         self._pipe = pipe
         if not pipe.poll(COORDINATOR_S):
             raise TransportError(f"the coordinator did not start within {COORDINATOR_S:.0f} s. See what it printed.")
@@ -176,7 +193,7 @@ def _tell(seat: int, failure: _Failure | None, *, num_left: int) -> None:
 # --- in the processes
 
 
-def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
+def _coordinate(settings: dict[str, Any], host: str, allow_public: bool, pipe: Connection) -> None:
     """The coordinator's process."""
     os.setpgid(0, 0)
     _end_with_launcher()
@@ -185,7 +202,8 @@ def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
 
         serve_run(
             build_config(settings),
-            host=HOST,
+            host=host,
+            allow_public=allow_public,
             port=settings["port"],
             started=lambda token: pipe.send(("token", token)),
         )
@@ -193,7 +211,7 @@ def _coordinate(settings: dict[str, Any], pipe: Connection) -> None:
         pipe.send(("failed", str(error)))
 
 
-def _work(settings: dict[str, Any], token: str, seat: int, pipe: Connection) -> None:
+def _work(settings: dict[str, Any], token: str, seat: int, islands: int, pipe: Connection) -> None:
     """The process that leads an island. It forks the island's other workers before it starts any thread."""
     os.setpgid(0, 0)
     config = build_config(settings)
@@ -205,7 +223,7 @@ def _work(settings: dict[str, Any], token: str, seat: int, pipe: Connection) -> 
         pipe.send((TransportError("").exit_code, f"replica {seat}: {why}", True))
         os._exit(TransportError("").exit_code)
 
-    failure = _run_island(config, token, seat, channels, lost)
+    failure = _run_island(config, token, seat, islands, channels, lost)
     if failure is not None:
         pipe.send((failure.exit_code, failure.message, failure.transport))
         pipe.close()
@@ -223,7 +241,12 @@ def _follow(config: TrainConfig, token: str, index: int, channel: Channel, pipe:
 
 
 def _run_island(
-    config: TrainConfig, token: str, seat: int, channels: Mapping[int, Channel], lost: Callable[[str], None]
+    config: TrainConfig,
+    token: str,
+    seat: int,
+    islands: int,
+    channels: Mapping[int, Channel],
+    lost: Callable[[str], None],
 ) -> _Failure | None:
     try:
         from atoll.elastic.tokens import parse_token
@@ -234,7 +257,7 @@ def _run_island(
             parse_token(token),
             seat=seat,
             founder=True,
-            num_processes=config.num_processes,
+            num_processes=islands * config.num_workers,
             fellows=meet_here(channels),
             lost=lost,
         )

@@ -34,6 +34,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tokens: list[str] = []
     module = SimpleNamespace(join=lambda line, **about: tokens.append(line))
     monkeypatch.setitem(sys.modules, "atoll.train.elastic", module)
+    monkeypatch.setattr("atoll.cli.joining.check_before_joining", lambda line, **about: None)
     return tokens
 
 

@@ -42,7 +42,7 @@ def island(
     if step_s:
         _pace(WholeModel, step_s)
         _pace(ModelPart, step_s)
-    _work(settings, token, seat, pipe)
+    _work(settings, token, seat, settings["replicas"], pipe)
 
 
 def _be(name: str, folder: Path) -> None:
