@@ -137,7 +137,7 @@ def test_a_last_word_is_sent_before_the_link_closes(run: Running) -> None:
         island.hear(LinkBack)
         island.link.send(Leave("done"))
         island.link.close()
-    wait_until(lambda: member(run, 0)["state"] == "left")
+    wait_until(lambda: [one["state"] for one in run.status()["members"]] == ["left"])
     assert not island.link.connected
     assert all(thread.name != "atoll-link" for thread in threading.enumerate())
 

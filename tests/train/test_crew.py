@@ -76,8 +76,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Crew, Other, Channel, q
 
 @pytest.fixture(autouse=True)
 def no_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower whose leader is gone ends its process, which is this one."""
-    monkeypatch.setattr(crew_module.os, "_exit", lambda code: None)
+    """A follower whose leader is gone ends its process, which is this one: here the thread that would stands still."""
+    monkeypatch.setattr(crew_module.os, "_exit", lambda code: threading.Event().wait())
     monkeypatch.setattr(crew_module, "STOPPING_S", 0.0)
 
 
