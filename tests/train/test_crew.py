@@ -27,6 +27,8 @@ from atoll.train.stopping import Signals
 from atoll.train.sync import ReplicaSync
 from atoll.train.worker_channel import Channel, pair
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 def island_worker(config: TrainConfig) -> IslandWorker:
     data = load_data(config.data, sequence_length=config.sequence_length, num_replicas=1, seed=config.seed)
@@ -60,12 +62,12 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Crew, Other, Channel, q
         def crew(**answers: Callable[[], Answer]) -> tuple[Crew, Other, Channel, queue.Queue[str]]:
             ours, theirs = pair()
             other, lost = Other(answers), queue.Queue[str]()
-            thread = threading.Thread(target=follow, args=(other, theirs), kwargs={"signals": signals})
+            thread = threading.Thread(target=follow, args=(other, theirs), kwargs={"signals": signals}, daemon=True)
             thread.start()
             made = Crew(island_worker(tiny_config(tmp_path)), {1: ours}, lost=lost.put)
             stack.callback(theirs.close)
             stack.callback(ours.close)
-            stack.callback(thread.join)
+            stack.callback(thread.join, 1.0)  # one whose process would have ended waits for ever
             stack.callback(ours.end)
             stack.callback(made.close)
             return made, other, theirs, lost
@@ -76,8 +78,12 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Crew, Other, Channel, q
 
 @pytest.fixture(autouse=True)
 def no_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower whose leader is gone ends its process, which is this one: here the thread that would stands still."""
-    monkeypatch.setattr(crew_module.os, "_exit", lambda code: threading.Event().wait())
+    """A follower whose leader is gone ends its process, which is this one: here it ends the thread that would."""
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(crew_module.os, "_exit", end)
     monkeypatch.setattr(crew_module, "STOPPING_S", 0.0)
 
 
