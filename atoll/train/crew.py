@@ -426,10 +426,12 @@ def _raise_failure(message: Message, index: int) -> None:
 # --- the others
 
 
-def follow(worker: IslandWorker, channel: Channel, *, signals: Signals) -> None:
-    """Do what the leader says, until it says stop. Where it is gone, so is this process."""
+def follow(
+    worker: IslandWorker, channel: Channel, *, signals: Signals, end: Callable[[int], object] = os._exit
+) -> None:
+    """Do what the leader says, until it says stop. Where it is gone, so is this process: `end` ends it."""
     commands: queue.Queue[tuple[Message, bytes]] = queue.Queue()
-    threading.Thread(target=_hear, args=(worker, channel, commands), name="atoll-crew-hear", daemon=True).start()
+    threading.Thread(target=_hear, args=(worker, channel, commands, end), name="atoll-crew-hear", daemon=True).start()
     threading.Thread(target=_beat, args=(channel, signals), name="atoll-crew-beat", daemon=True).start()
     while True:
         message, payload = commands.get()
@@ -438,17 +440,24 @@ def follow(worker: IslandWorker, channel: Channel, *, signals: Signals) -> None:
         _obey(worker, channel, message, payload)
 
 
-def _hear(worker: IslandWorker, channel: Channel, commands: queue.Queue[tuple[Message, bytes]]) -> None:
+def _hear(
+    worker: IslandWorker,
+    channel: Channel,
+    commands: queue.Queue[tuple[Message, bytes]],
+    end: Callable[[int], object],
+) -> None:
     """In a thread of its own, which the end of the leader ends with the process, whatever that is doing."""
     while True:
         try:
             message, payload = channel.receive()
         except ChannelClosed:
-            os._exit(1)
+            end(1)
+            return
         if message["do"] == "stop":
             commands.put((message, b""))
             time.sleep(STOPPING_S)
-            os._exit(1)
+            end(1)
+            return
         if message["do"] == "stage":
             worker.stage(message["given"]["transfer"], unpack_tensors(bytes(payload)))
         elif message["do"] in ASIDE:

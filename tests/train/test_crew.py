@@ -27,8 +27,6 @@ from atoll.train.stopping import Signals
 from atoll.train.sync import ReplicaSync
 from atoll.train.worker_channel import Channel, pair
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
 
 def island_worker(config: TrainConfig) -> IslandWorker:
     data = load_data(config.data, sequence_length=config.sequence_length, num_replicas=1, seed=config.seed)
@@ -55,14 +53,18 @@ class Other:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Crew, Other, Channel, queue.Queue[str]]]]:
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Crew, Other, Channel, queue.Queue[str]]]]:
     """A crew of a real worker and one other; its end of the channel, and what the crew lost."""
     with ExitStack() as stack:
 
         def crew(**answers: Callable[[], Answer]) -> tuple[Crew, Other, Channel, queue.Queue[str]]:
             ours, theirs = pair()
             other, lost = Other(answers), queue.Queue[str]()
-            thread = threading.Thread(target=follow, args=(other, theirs), kwargs={"signals": signals}, daemon=True)
+            thread = threading.Thread(
+                target=follow, args=(other, theirs), kwargs={"signals": signals, "end": ended}, daemon=True
+            )
             thread.start()
             made = Crew(island_worker(tiny_config(tmp_path)), {1: ours}, lost=lost.put)
             stack.callback(theirs.close)
@@ -72,19 +74,12 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Crew, Other, Channel, q
             stack.callback(made.close)
             return made, other, theirs, lost
 
+        def ended(code: int) -> None:
+            """Of the process, which is this one."""
+
+        monkeypatch.setattr(crew_module, "STOPPING_S", 0.0)
         signals = Signals()
         yield crew
-
-
-@pytest.fixture(autouse=True)
-def no_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower whose leader is gone ends its process, which is this one: here it ends the thread that would."""
-
-    def end(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(crew_module.os, "_exit", end)
-    monkeypatch.setattr(crew_module, "STOPPING_S", 0.0)
 
 
 def test_one_worker_that_is_not_finite_speaks_for_the_island(make: Callable[..., Any]) -> None:
@@ -116,6 +111,7 @@ def test_the_loss_of_one_worker_is_told(make: Callable[..., Any]) -> None:
     assert lost.get(timeout=5) == "worker 1 of this island is gone"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the bug
 def test_a_bug_in_one_worker_is_told_with_its_name(make: Callable[..., Any]) -> None:
     def fail() -> Answer:
         raise RuntimeError("no such row")
