@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -245,16 +246,24 @@ def write_table() -> None:
         path = RESULTS / f"{point.name}.json"
         if path.exists():
             losses.setdefault(point.row, []).append(json.loads(path.read_text()))
-    blocking = statistics.fmean(result["loss"] for result in losses["blocking"])
-    lines = ["| | outer | bytes a round | loss | ± | perplexity against blocking |", "|---|---|---|---|---|---|"]
+    blocking = {result["seed"]: result["loss"] for result in losses["blocking"]}
+    lines = [
+        "| | outer | bytes a round | seeds | loss | ± | perplexity against blocking |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row, results in losses.items():
         values = [result["loss"] for result in results]
         mean = statistics.fmean(values)
         spread = statistics.stdev(values) if len(values) > 1 else float("nan")
         outer = f"{results[0]['outer_lr']:g}/{results[0]['outer_momentum']:g}" if results[0]["side"] == "rounds" else ""
-        change = 100 * (torch.tensor(mean - blocking).exp().item() - 1)
+        apart = [result["loss"] - blocking[result["seed"]] for result in results if result["seed"] in blocking]
+        change = 100 * math.expm1(statistics.fmean(apart))
         sent = f"{results[0]['bytes_a_round'] / 1e3:,.0f} kB" if results[0]["bytes_a_round"] else ""
-        lines.append(f"| {row} | {outer} | {sent} | {mean:.4f} | {spread:.4f} | {change:+.1f} % |")
+        lines.append(
+            f"| {row} | {outer} | {sent} | {len(values)} | {mean:.4f} | {spread:.4f} | {change:+.1f} % |".replace(
+                "nan", ""
+            )
+        )
     lines += ["", "Outer rate/momentum, one seed:", "", "| | " + " | ".join(f"{a:g}/{b:g}" for a, b in MAP) + " |"]
     lines.append("|---" * (len(MAP) + 1) + "|")
     for row in MAPPED:
@@ -271,7 +280,8 @@ def _map_cell(row: str, lr: float, momentum: float) -> str:
 
 
 def _draw(losses: dict[str, list[dict]]) -> None:
-    shown = ["one replica", "delay, reset", "delay, carry 1/M", "DiLoCoX", "streaming", "blocking", "all-reduce"]
+    shown = ["one replica", "delay, reset", "delay, carry 1/M", "DiLoCoX", "DiLoCoX, delay 2 of 8", "streaming"]
+    shown += ["blocking", "all-reduce"]
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for row in (row for row in shown if row in losses):
         steps = [step for step, _ in losses[row][0]["curve"]]
