@@ -57,7 +57,7 @@ chaos: setup  ## thousands of kills, freezes and flipped bits at random (hours):
 
 docs: setup  ## build the documentation into runs/site; a broken link is an error
 	@$(PIP_INSTALL) -e ".[docs]"
-	@$(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/mkdocs build --strict
 
 newcomer: setup  ## time the way of somebody new: the first model, then a second island
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/newcomer.sh

@@ -34,7 +34,7 @@ from paced import pace
 
 from atoll.plan.cost import ring_factor
 from atoll.train.config import TrainConfig, build_config
-from atoll.train.elastic_launch import _Coordinator, _start, _work
+from atoll.train.elastic_launch import Reach, _Coordinator, _start, _work
 from atoll.train.fork_server import start_fork_server
 
 TINY = {
@@ -61,7 +61,7 @@ class Fleet:
         self.run_dir = Path(config.output_dir)
         self.run_dir.mkdir(parents=True)
         start_fork_server()
-        self.coordinator = _Coordinator(config)
+        self.coordinator = _Coordinator(config, Reach())
         self.token = self.coordinator.start()
         self.islands: dict[int, Any] = {}
         self._read = 0

@@ -32,7 +32,7 @@ def host(args: Sequence[str], *, address: str, allow_public: bool) -> None:
         if config.min_replicas == 1:
             print_line("warning: one island alone is no DiLoCo run; it trains until others come")
 
-    run_elastic(config, islands=1, reach=Reach(address, allow_public, started))
+    run_elastic(config, islands=1, reach=Reach(address, allow_public, config.min_replicas, started))
 
 
 def invitation(line: str, folder: Path, *, to_terminal: bool) -> list[str]:

@@ -39,11 +39,17 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Reach:
-    """Where the coordinator listens, as for `serve_run`, and what to do with the token for other machines."""
+    """Where the coordinator listens, and how many a new run waits for, as for `serve_run`. started: gets its token."""
 
     host: str = HOST
     allow_public: bool = False
+    begin_with: int = 0
     started: Callable[[str], None] = lambda token: None
+
+    @property
+    def listening(self) -> tuple[str, bool, int]:
+        """What the coordinator's process must know."""
+        return self.host, self.allow_public, self.begin_with
 
 
 def run_elastic(config: TrainConfig, *, islands: int = 0, reach: Reach | None = None) -> None:
@@ -115,7 +121,7 @@ class _Coordinator:
         """Start it and wait until it serves; returns a token for the islands."""
         if self._pipe is not None:
             self._pipe.close()
-        self.process, pipe = _start(_coordinate, self._config, self._reach.host, self._reach.allow_public)
+        self.process, pipe = _start(_coordinate, self._config, *self._reach.listening)
         self._pipe = pipe
         if not pipe.poll(COORDINATOR_S):
             raise TransportError(f"the coordinator did not start within {COORDINATOR_S:.0f} s. See what it printed.")
@@ -193,7 +199,7 @@ def _tell(seat: int, failure: _Failure | None, *, num_left: int) -> None:
 # --- in the processes
 
 
-def _coordinate(settings: dict[str, Any], host: str, allow_public: bool, pipe: Connection) -> None:
+def _coordinate(settings: dict[str, Any], host: str, allow_public: bool, begin_with: int, pipe: Connection) -> None:
     """The coordinator's process."""
     os.setpgid(0, 0)
     _end_with_launcher()
@@ -204,6 +210,7 @@ def _coordinate(settings: dict[str, Any], host: str, allow_public: bool, pipe: C
             build_config(settings),
             host=host,
             allow_public=allow_public,
+            begin_with=begin_with,
             port=settings["port"],
             started=lambda token: pipe.send(("token", token)),
         )

@@ -8,6 +8,7 @@ import mmap
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,14 @@ def serve_run(
     host: str,
     port: int,
     allow_public: bool = False,
+    begin_with: int = 0,
     say: Callable[[str], None] = print_line,
     started: Callable[[str], None] = lambda token: None,
 ) -> int:
     """Serve the run that `config` describes until it is over; returns its exit code.
 
-    started: gets a token that lets islands in, once they can come.
+    begin_with: islands that a new run waits for; 0: all `config.replicas`. started: gets a token that lets islands in,
+    once they can come.
     """
     folder = Path(config.output_dir)
 
@@ -69,7 +72,7 @@ def serve_run(
     with MetricsWriter(folder / METRICS) as metrics, _Trackers(config) as trackers:
         service = Service(
             settings=config.model_dump(exclude_none=True),
-            rules=rules_of(config),
+            rules=replace(rules_of(config), replicas=begin_with or config.replicas),
             folder=folder,
             host=host,
             port=port,

@@ -29,7 +29,7 @@ PLAN, DEEDS = "plan", "deeds"
 def coordinator(settings: dict[str, Any], name: str, folder: str, pipe: Connection) -> None:
     """The coordinator's process."""
     _be(name, Path(folder))
-    _coordinate(settings, "127.0.0.1", False, pipe)
+    _coordinate(settings, "127.0.0.1", False, 0, pipe)
 
 
 def island(

@@ -115,10 +115,10 @@ def test_all_steps_of_the_compressed_runs_are_whole_rounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DILOCOX)
-def test_dilocox_lands_a_round_late_with_outer_settings_that_bear_it(name: str) -> None:
+def test_dilocox_lands_late_with_outer_settings_that_bear_it(name: str) -> None:
     config = config_of(name)
     schedule = make_schedule(config)
-    assert schedule.delay == schedule.inner_steps and schedule.blocking_first
+    assert 0 < schedule.delay <= schedule.inner_steps and schedule.blocking_first
     assert (config.resolved_adopt, config.resolved_carry_share) == ("carry", 1 / 2)
     assert config.outer_lr / (1 - config.outer_momentum) == pytest.approx(1.0)
     assert isinstance(make_compressor(config), Feedback)
