@@ -280,7 +280,7 @@ def show(answer: DryRun, console: Console) -> None:
         f"step is bubble | data workers: {config.sharding} | on the host: {host}"
     )
     console.print(_table(answer.stages))
-    for line in _conclusions(answer):
+    for line in conclusions(answer):
         console.print(line)
 
 
@@ -322,7 +322,8 @@ def _span(layers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _conclusions(answer: DryRun) -> list[str]:
+def conclusions(answer: DryRun) -> list[str]:
+    """Whether it fits, what a round sends, and how fast it would be where the time of a step is known."""
     fullest = max(answer.stages, key=lambda worker: worker.device_bytes)
     capacity = format_bytes(answer.options.memory_bytes)
     fits = f"fits {capacity} (stage {fullest.stage} needs most, {format_bytes(fullest.device_bytes)})"
@@ -347,4 +348,4 @@ def refuse_alone(options: Options | None, config: TrainConfig) -> None:
         raise ConfigError("--json, --memory, --step-time and --link belong to a dry run. Add --dry-run.")
 
 
-__all__ = ["DryRun", "Options", "as_json", "dry_run", "make_dry_run", "options_from", "refuse_alone"]
+__all__ = ["DryRun", "Options", "as_json", "conclusions", "dry_run", "make_dry_run", "options_from", "refuse_alone"]

@@ -18,7 +18,10 @@ import click
 
 import atoll
 from atoll.cli.elastic import COMMANDS
+from atoll.cli.evaluate import command as evaluate
+from atoll.cli.recipes import recipes
 from atoll.cli.simulate import simulate
+from atoll.cli.verify import verify
 from atoll.errors import AtollError
 
 INTERRUPTED, PREEMPTED, CLOSED_PIPE = 130, 75, 141
@@ -38,10 +41,13 @@ def cli() -> None:
 
     \b
     atoll demo                                  see it work: DiLoCo against two baselines, minutes
+    atoll recipes                               what there is to train, and what each needs
     atoll train quickstart --replicas 2         train; flags change any setting
     atoll train runs/x --resume auto            go on with a run that was stopped
     atoll generate runs/x -p "def main():"      text from the newest checkpoint of a run
     atoll export runs/x model                   a plain Hugging Face folder
+    atoll eval runs/x                           loss and bits per byte on held-out text
+    atoll verify runs/x                         are its checkpoints as they were saved?
     atoll plan quickstart --step-time 20ms      what a run takes on your link
     atoll simulate quickstart --step-time 20ms  watch it, with faults and stragglers
     atoll host quickstart                       train here, and let other machines join
@@ -185,7 +191,7 @@ def doctor(output_dir: str, from_join: str | None) -> int:
     return examine(Path(output_dir))
 
 
-for command in (simulate, *COMMANDS):
+for command in (recipes, simulate, evaluate, verify, *COMMANDS):
     cli.add_command(command)
 
 

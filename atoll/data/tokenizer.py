@@ -108,6 +108,21 @@ def token_dtype(tokenizer: PreTrainedTokenizerFast) -> np.dtype[np.unsignedinteg
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
 
+PROBE = "Grüße, 世界!  def f(x):\n\treturn 3.14 + x\r\n"
+
+
+def same_tokenizer(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
+    """Whether ids mean the same to both: equal vocabularies, equal ends of text, and equal ids of a text for trial.
+
+    >>> same_tokenizer(byte_tokenizer(), byte_tokenizer())
+    True
+    """
+    if one.get_vocab() != other.get_vocab() or one.eos_token_id != other.eos_token_id:
+        return False
+    ids = [tokenizer(PROBE, add_special_tokens=False)["input_ids"] for tokenizer in (one, other)]
+    return bool(ids[0] == ids[1])
+
+
 def tokenizer_digest(folder: str | Path) -> str:
     """xxh3_128 over the files that make up the tokenizer saved in `folder`."""
     state = xxhash.xxh3_128()

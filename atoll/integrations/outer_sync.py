@@ -177,6 +177,10 @@ class OuterSync:
         """xxh3-128 of the anchor, 32 hex digits: equal on all replicas after every round."""
         return self._sync.digest()
 
+    def tell_all(self, payload: bytes) -> list[bytes]:
+        """Hand a few bytes round, as many on every replica; returns those of all in replica order. All must call it."""
+        return exchange(self._transport, payload)
+
     # --- saving and going on
 
     def state_dict(self) -> dict[str, Any]:

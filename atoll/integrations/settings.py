@@ -40,11 +40,11 @@ class SyncSettings:
         _check("outer_momentum", self.outer_momentum, 0 <= self.outer_momentum < 1, rule="in [0, 1)", remedy="0.9")
         _check("outer_epsilon", self.outer_epsilon, self.outer_epsilon > 0, rule="a positive number", remedy="0.1")
         _check("alpha", self.alpha, 0 <= self.alpha <= 1, rule="in [0, 1]", remedy="0 for purely the anchor")
-        _one_of("outer_optimizer", self.outer_optimizer, OUTER_OPTIMIZERS)
-        _one_of("compressor", self.compressor, COMPRESSORS)
-        _one_of("adopt", self.adopt, ADOPT_RULES)
-        _one_of("buffers", self.buffers, BUFFERS)
-        _one_of("initial", self.initial, INITIAL)
+        check_one_of("outer_optimizer", self.outer_optimizer, OUTER_OPTIMIZERS)
+        check_one_of("compressor", self.compressor, COMPRESSORS)
+        check_one_of("adopt", self.adopt, ADOPT_RULES)
+        check_one_of("buffers", self.buffers, BUFFERS)
+        check_one_of("initial", self.initial, INITIAL)
 
     def outer(self) -> OuterSettings:
         """As `ReplicaSync` wants them."""
@@ -72,6 +72,7 @@ def _check(name: str, value: float, holds: bool, *, rule: str, remedy: str) -> N
         raise ConfigError(f"{name}={value!r} is not {rule}. Use {name}={remedy}.")
 
 
-def _one_of(name: str, value: str, known: Mapping[str, Any]) -> None:
+def check_one_of(name: str, value: str, known: Mapping[str, Any]) -> None:
+    """Raises ConfigError, naming the nearest, for a value that is not among `known`."""
     if value not in known:
         raise ConfigError(f"{name}={value!r} is not known.{nearest(str(value), known)} Known: {', '.join(known)}.")

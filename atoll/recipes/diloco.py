@@ -27,19 +27,19 @@ PRETRAIN_STEPS, ROUNDS, INNER_STEPS = 24_000, 128, 500
 
 
 def diloco_60m() -> dict[str, Any]:
-    """59 M parameters: 3 layers of width 896 with 16 heads of 64. Source and deviations: see the module."""
+    """59 M parameters: 3 layers of width 896 with 16 heads of 64. Source and deviations: see above."""
     model = {"hidden_size": 896, "num_layers": 3, "num_heads": 16, "intermediate_size": 2400}
     return _paper("diloco_60m", model | {"overrides": {"head_dim": 64}}, batch_size=32)
 
 
 def diloco_150m() -> dict[str, Any]:
-    """150 M parameters: 12 layers of width 896 with 16 heads of 64. Source and deviations: see the module."""
+    """150 M parameters: 12 layers of width 896 with 16 heads of 64. Source and deviations: see above."""
     model = {"hidden_size": 896, "num_layers": 12, "num_heads": 16, "intermediate_size": 2400}
     return _paper("diloco_150m", model | {"overrides": {"head_dim": 64}}, batch_size=16)
 
 
 def diloco_400m() -> dict[str, Any]:
-    """389 M parameters: 12 layers of width 1536 with 12 heads of 128. Source and deviations: see the module."""
+    """389 M parameters: 12 layers of width 1536 with 12 heads of 128. Source and deviations: see above."""
     model = {"hidden_size": 1536, "num_layers": 12, "num_heads": 12, "intermediate_size": 4096}
     return _paper("diloco_400m", model, batch_size=16)
 

@@ -24,7 +24,7 @@ from atoll.recipes.diloco import C4
 def opendiloco_150m() -> dict[str, Any]:
     """149 M parameters and 66 M of embeddings (the name leaves them out), eight replicas of batch 512.
 
-    Source and deviations: see the module.
+    Source and deviations: see above.
     """
     model = {"hidden_size": 1024, "num_layers": 12, "num_heads": 16, "intermediate_size": 2688}
     return _paper("opendiloco_150m", model, {}, replicas=8, batch_size=16, accumulation=32)
@@ -35,7 +35,7 @@ def opendiloco_1b() -> dict[str, Any]:
 
     Needs about 80 GB of GPU memory a replica (estimated): 26 GB of parameters, gradients, inner and outer state, and
     the activations of 16 sequences.
-    Source and further deviations: see the module.
+    Source and further deviations: see above.
     """
     model = {"hidden_size": 2048, "num_layers": 22, "num_heads": 32, "intermediate_size": 5632}
     return _paper("opendiloco_1b", model, {"num_key_value_heads": 4}, replicas=4, batch_size=16, accumulation=128)

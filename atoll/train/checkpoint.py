@@ -726,6 +726,11 @@ def _another(asked: Path, run_dir: Path) -> str:
     return "No other valid checkpoint was found beside it; give another path, or start afresh with resume='never'."
 
 
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """All checkpoints in a folder, valid or not, by step."""
+    return sorted(_listed(checkpoints), key=lambda folder: int(re.findall(r"\d+", folder.name)[0]))
+
+
 def _listed(checkpoints: Path) -> list[Path]:
     """The checkpoints in a folder, valid or not; the older save of a step counts while the newer one has no name."""
     if not checkpoints.exists():

@@ -36,7 +36,7 @@ def test_examples_of_the_help_are_read_without_error() -> None:
         parse_flags(command.split(" train ")[1].split())
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "export", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "generate", "export", "eval", "verify", "doctor"])
 def test_every_command_explains_itself(atoll, command: str) -> None:
     answer = atoll(command, "--help")
     assert answer.code == 0
