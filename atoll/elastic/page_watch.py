@@ -14,6 +14,7 @@ from atoll.elastic.messages import Beat, FromMember, Reached, Ready
 
 MOST_MEMBERS = 1024  # that are remembered
 LARGEST_LOSS, LONGEST_S = 1e9, 1e9
+SHORTEST_S = 1e-6  # of sending, that a rate is told from; an island may claim anything
 
 
 @dataclass
@@ -149,7 +150,7 @@ def _plain_bytes(seen: _Seen, payload: Mapping[str, Any]) -> int:
 def _rate(reached: Reached) -> float | None:
     """Bytes a second while the contribution was encoded and sent: what the link does at least."""
     seconds = reached.wire_s - reached.meet_s - reached.outer_s
-    return reached.payload_bytes / seconds if seconds > 0 and reached.payload_bytes > 0 else None
+    return reached.payload_bytes / seconds if seconds > SHORTEST_S and reached.payload_bytes > 0 else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

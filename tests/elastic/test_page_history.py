@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atoll.elastic.messages import Beat, Reached, Ready
@@ -127,6 +127,7 @@ counts = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(numbers, numbers, numbers, st.floats(), counts, counts)
+@example(0.0, 0.0, 8e-306, 0.0, 0, 1435)
 def test_whatever_islands_claim_is_shown_as_json_that_browsers_read(
     weight: float, seconds: float, more: float, loss: float, steps: int, size: int
 ) -> None:
