@@ -97,7 +97,9 @@ def data_words(config: TrainConfig) -> str:
     source = config.data.source
     if source.startswith("hf:"):
         return f"{source}, streamed while training"
-    if source != "python" and not Path(source).expanduser().exists():
+    if source == "python":
+        return "the Python sources of this machine; they are the run's only with the same package versions"
+    if not Path(source).expanduser().exists():
         raise ConfigError(
             f"data: this run trains on data.source={source!r}, and that is not on this machine.\n"
             "Copy it here to the same path, then give the same command."

@@ -187,7 +187,7 @@ class _Leader:
         self._last_eval_step = resumed.last_eval_step
         self._first_saved_step = resumed.saved_step
         self._save_from = 0.0
-        self._joined = seat < 0
+        self._joined, self._trained = seat < 0, False
         self._tells_memory = crew.num_workers > 1 and console is not None
         self._run_dir = Path(config.output_dir)
         self._metrics = MetricsWriter(self._run_dir / METRICS)
@@ -254,14 +254,26 @@ class _Leader:
         )
         self._metrics.write(event)
         console = self._console
-        if console is not None and self.island.leads:
+        if self._joined and not self._trained:
+            self.line(f"joined after round {self.island.round} as replica {self.island.seat}")
+        self._trained = True
+        if console is not None and self._speaks:
             console.round = self.island.round
             due = step % self.config.logging_steps == 0 or step in (1, self.config.max_steps)
             console.step(event) if due else console.advance(step)
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether its terminal is about this island: the first of those that share one, or one that joined."""
+        return self._joined or self.island.leads
+
     def committed(self, landing: Landing) -> None:
-        if self._tells_memory and (self._joined or landing.leads):
+        if self._tells_memory and self._speaks:
             self._tell_memory()
+        if self._joined:
+            commit = landing.commit
+            counted = sum(weight > 0 for weight in commit.weights.values())
+            self.line(f"round {commit.round} committed | {counted} replicas | anchor {commit.digest[:6]}")
         if self._evaluation_is_due(landing.step):
             self._evaluate(landing)
         if landing.leads and self._save_is_due(landing.step):

@@ -43,6 +43,7 @@ from atoll.train.crew import Crew, Reached
 from atoll.train.replica import StepReport
 
 MEETING_S = 20.0  # the longest wait for the first participant of an attempt to say where to meet
+FIRST_WORD_S = 60.0  # the longest wait of an island that was never let in for a coordinator that is away
 LEASED_ROUNDS = 2  # rounds of samples that an island holds at most
 SAY_AGAIN_S = 0.5  # after a refusal, before the same is offered again
 MEND_S = 3.0  # after a refusal for a damaged anchor, before the island asks for a donor by saying what it holds
@@ -199,7 +200,8 @@ class Island:
 
     def run(self) -> None:
         """Train until the run is over. Raises `Stopped` when told to leave, `AtollError` when it cannot go on."""
-        self._wait(lambda: self._current)
+        self._came_at = time.monotonic()
+        self._wait(self._may_begin)
         while not self._is_over():
             if self._benched:
                 self._wait(self._is_over)
@@ -212,6 +214,16 @@ class Island:
                 self._sync()
         self._wait(lambda: self.finish is not None)
         self._conclude()
+
+    def _may_begin(self) -> bool:
+        """Whether there is a state to train from, or the run is over. One that was never let in does not wait for ever:
+        a run that ended while it was on its way has no coordinator any more."""
+        if not self._connection and time.monotonic() - self._came_at > FIRST_WORD_S:
+            raise TransportError(
+                f"the coordinator has said nothing for {FIRST_WORD_S:.0f} s. The run may be over, or its coordinator "
+                "down: see `atoll status` there, then give the same command again."
+            )
+        return self._current or self.finish is not None
 
     def hello(self) -> m.Hello:
         """What this island says whenever it comes to the coordinator; from another thread.
@@ -504,7 +516,8 @@ class Island:
             case m.Finish():
                 self.finish = event
             case LinkLost(why):
-                self._watcher.line(f"the coordinator is out of reach, training goes on: {why.splitlines()[0]}")
+                doing = "training goes on" if self._connection else "nothing is trained yet"
+                self._watcher.line(f"the coordinator is out of reach, {doing}: {why.splitlines()[0]}")
             case LinkFailed(trace):
                 raise RuntimeError(f"the link to the coordinator failed:\n{trace}")
         self._note()

@@ -199,6 +199,23 @@ def test_a_coordinator_says_where_it_is_and_ends_when_told(tiny: list[str], atol
         assert process.wait(PATIENCE_S) == 130
 
 
+def test_an_island_that_joins_tells_its_own_terminal_how_it_goes(tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with served(tiny, folder, "--host", "127.0.0.1", "--replicas", "1") as (_, process):
+        place = ["join", f"@{folder / 'coordinator' / 'join.token'}", "--output-dir", str(tmp_path / "joined")]
+        command = [sys.executable, "-m", "atoll", *place, "--threads", "1"]
+        joined = subprocess.run(command, capture_output=True, text=True, timeout=6 * PATIENCE_S)
+        assert joined.returncode == 0, joined.stderr
+        assert process.wait(3 * PATIENCE_S) == 0
+    lines = joined.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("ok  ")] == [
+        *("host", "version", "model", "link", "memory", "disk", "data")
+    ]
+    told = [line for line in lines if line.startswith(("joined", "step 12/12", "round 3"))]
+    assert told[0] == "joined after round 0 as replica 0"
+    assert [line.split()[0] for line in told] == ["joined", "step", "round"]
+
+
 def test_a_run_that_is_stopped_ends_with_a_report(tiny: list[str], atoll, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with served(tiny, folder, "--host", "127.0.0.1") as (_, process):
