@@ -143,7 +143,7 @@ def hivemind(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", choices=["torchft", "atoll", "hivemind"])
+    parser.add_argument("system", choices=["torchft", "atoll", "hivemind"])
     parser.add_argument("--island", type=int, required=True)
     parser.add_argument("--address", required=True, help="of this island")
     parser.add_argument("--first", default="", help="address of the first island; for hivemind its multiaddress")
@@ -155,7 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torchft").setLevel(logging.WARNING)
-    {"torchft": torchft, "atoll": atoll, "hivemind": hivemind}[options.library](options)
+    {"torchft": torchft, "atoll": atoll, "hivemind": hivemind}[options.system](options)
 
 
 if __name__ == "__main__":

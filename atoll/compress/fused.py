@@ -1,8 +1,9 @@
 """Codes as fused kernels: on a GPU, `torch.compile` makes of each code one pass over memory instead of some ten.
 
     decoding   the same bits as the plain code: a table look-up or one multiplication a value, nothing to contract
-    encoding   the same sizes, heads and rules; a compiled division may differ in its last bit, and a value that lies
-               within that of the middle between two levels then goes to the other one
+    encoding   the same sizes and rules; a compiled division may differ in its last bit, and a value that lies within
+               that of the middle between two levels then goes to the other one, as may the means of stat2's levels,
+               whose sums are in another order
 
 Both ends decode the bytes that were sent, and a replica owes what *its* bytes left out: what a code rounds to decides
 how exact a round is, never whether replicas agree.
