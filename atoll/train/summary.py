@@ -114,19 +114,21 @@ Events = Sequence[Mapping[str, Any]]
 
 def _summary(settings: dict[str, Any], events: Mapping[str, Events]) -> RunSummary:
     steps, rounds, evals = events["step"], events["round"], events["eval"]
-    until = _Until(rounds)
+    last = max((event["step"] for event in itertools.chain(steps, rounds, evals)), default=0)
+    alone_s = _seconds_of_steps(steps)
+    until = _Until(rounds, step_s=alone_s / last if last and not rounds else 0.0)
     inner_s, exposed_s = _total(rounds, "inner_s"), math.fsum(map(_exposed_s, rounds))
     busy_s = inner_s + exposed_s
     return RunSummary(
         settings=settings,
-        steps=max((event["step"] for event in itertools.chain(steps, rounds, evals)), default=0),
+        steps=last,
         rounds=max((event["round"] for event in rounds), default=0),
         curve=_smooth([until.point(step, loss) for step, loss in _mean_losses(steps) or _losses_of_rounds(rounds)]),
         evals=[until.point(e["step"], e["loss"]) for e in evals if e["loss"] is not None],
         sent_bytes=sum(event["payload_bytes"] for event in rounds),
         sent_bytes_all=sum(event.get("wire_bytes") or event["payload_bytes"] * event["replicas"] for event in rounds),
         tokens=_tokens(steps, rounds),
-        wall_s=busy_s or _seconds_of_steps(steps),
+        wall_s=busy_s or alone_s,
         utilisation=inner_s / busy_s if busy_s else None,
         digest=rounds[-1]["anchor_digest"] if rounds else "",
         num_refused=sum(len(event["refused"]) for event in rounds),
@@ -141,9 +143,13 @@ def _summary(settings: dict[str, Any], events: Mapping[str, Events]) -> RunSumma
 
 
 class _Until:
-    """How much one replica had sent by a step, and how long it had trained and synced."""
+    """How much one replica had sent by a step, and how long it had trained and synced.
 
-    def __init__(self, rounds: Events) -> None:
+    step_s: seconds of an inner step, which tell the time where no round does.
+    """
+
+    def __init__(self, rounds: Events, *, step_s: float = 0.0) -> None:
+        self._step_s = step_s
         by_step = sorted(rounds, key=lambda event: (event["step"], event["round"]))
         self._steps = [event["step"] for event in by_step]
         self._sent = [0, *itertools.accumulate(event["payload_bytes"] for event in by_step)]
@@ -153,8 +159,10 @@ class _Until:
         """A loss at a step, with what had been sent by then; time goes evenly between two rounds."""
         place = bisect.bisect_right(self._steps, step)
         seconds = self._seconds[place]
-        if place < len(self._steps):
-            before = self._steps[place - 1] if place else 0
+        before = self._steps[place - 1] if place else 0
+        if place == len(self._steps):
+            seconds += (step - before) * self._step_s
+        else:
             share = (step - before) / max(1, self._steps[place] - before)
             seconds += share * (self._seconds[place + 1] - seconds)
         return Point(step, loss, self._sent[place], seconds)

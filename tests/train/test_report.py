@@ -229,6 +229,11 @@ def test_time_goes_evenly_between_two_rounds() -> None:
     assert points == [0.0, 6.0, 12.0, 14.0, 16.0, 16.0]
 
 
+def test_time_goes_on_without_rounds_as_the_steps_took() -> None:
+    until = summaries._Until([], step_s=0.5)
+    assert [until.point(step, 1.0).seconds for step in (0, 4, 10)] == [0.0, 2.0, 5.0]
+
+
 # --- findings ---
 
 
